@@ -30,7 +30,7 @@ CAPS = {
     "engine": 2_550,
     "families": 18_200,
     "frontend": 1_680,
-    "kernels": 29_720,
+    "kernels": 30_100,
     "llm": 630,
     "loading": 6_290,
     "model": 5_380,

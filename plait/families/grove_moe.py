@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from plait.checkpoint.names import NameMap, Rules
+from plait.errors import UnsupportedModel
 from plait.families.common.recipes import expert, expert_tensors, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, softmax_moe
@@ -33,6 +34,8 @@ FFN, MLP = "layers.{i}.ffn", "model.layers.{i}.mlp"
 def grove_moe(c: Config) -> tuple[ModelSpec, NameMap]:
     """GroveMoE 33B: Qwen3-MoE with adjugate experts, as wide as a head where the config does not say it."""
     each, usual, group = norm(c), softmax_moe(c), c["experts_per_group"]
+    if group < 1 or c["num_experts"] % group:
+        raise UnsupportedModel(f"experts_per_group = {group} does not divide {c['num_experts']} experts")
     own = {f.name: getattr(usual, f.name) for f in fields(usual)}
     common = mlp(c, c["chunk_intermediate_size"] or c["head_dim"])
     moe = GroveMoeSpec(**own, group=group, common=common, common_scale=float(c["expert_group_scale"]))

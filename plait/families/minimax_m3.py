@@ -30,6 +30,7 @@ OLD = {
     "index_topk_blocks": "sparse_topk_blocks",
     "index_local_blocks": "sparse_local_block",
 }
+MOST = 1 << 16  # keys of a block, and blocks of a token: more is no choice of keys
 UNUSED = (*VISION, r"^patch_merge_mlp\.", r"(^|\.)mtp\.")
 
 
@@ -103,10 +104,11 @@ def _sparse(c: Config) -> AttentionSpec:
     dim, size, top_k, local = (
         own[f"index_{x}"] for x in ("head_dim", "block_size", "topk_blocks", "local_blocks")
     )
-    if min(size, top_k) < 1 or not 0 <= local <= top_k or dim < usual.rope.dim:
+    is_sized = 1 <= size <= MOST and 1 <= top_k <= MOST and 0 <= local <= top_k
+    if not is_sized or dim < usual.rope.dim:
         raise UnsupportedModel(
-            f"an indexer takes one block of one key or more, its last blocks among them, and its heads have "
-            f"the {usual.rope.dim} numbers that are rotated, or more; the config says {own}"
+            f"an indexer takes 1 to {MOST} blocks of 1 to {MOST} keys, its last blocks among them, and its "
+            f"heads have the {usual.rope.dim} numbers that are rotated, or more; the config says {own}"
         )
     index = BlockIndexSpec(dim, size, top_k, local, norm(c), usual.rope)
     return BlockSparseSpec(

@@ -160,7 +160,7 @@ def test_a_model_is_found_by_its_path_or_name() -> None:
 @pytest.mark.slow
 def test_a_server_that_does_not_start_says_why(plait: Run, state: Path) -> None:
     result = plait("run", "./absent", "--url", f"127.0.0.1:{free_port()}", "-p", "x")
-    assert result.code == 3
+    assert result.code == 2
     assert "the server did not start: absent: no such file or directory" in result.err
     assert plait("logs", "-n", "1").out.startswith("plait: absent: no such file")
 

@@ -84,6 +84,8 @@ def test_hostile_files(name: str, tmp_path: Path, request: pytest.FixtureRequest
         ("exaone_moe", "expert_group_used_count", 7, r"7 of \d groups of experts cannot be chosen"),
         ("cohere2_moe", "expert_gating_func", 0, r"is 0; Command A's is 1 \(softmax\) or 2 \(sigmoid\)"),
         ("qwen4_exp", "attention.compress_ratios", True, "is True, not a number"),
+        ("minimax_m3", "attention.indexer.block_size", 2**31, "blocks of 1 to 65536 keys"),
+        ("grove_moe", "experts_per_group", 4, "does not divide 6 experts"),
     ],
 )
 def test_a_number_that_cannot_be_is_refused_by_what_it_is(

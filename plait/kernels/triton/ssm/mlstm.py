@@ -11,7 +11,6 @@ prompt, so the bits depend on no other sequence and on no cut of a prompt.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import triton
@@ -97,7 +96,7 @@ def walk_memory(
     tl.store(at, c, mask=oki[:, None] & okj[None, :])
 
 
-def mlstm_constants(heads: int, key_dim: int, dim: int) -> dict[str, Any]:
+def mlstm_constants(heads: int, key_dim: int, dim: int) -> dict[str, int]:
     rows = triton.next_power_of_2(key_dim)
     columns = min(triton.next_power_of_2(dim), max(NUMBERS // rows, 4))
     return {"H": heads, "K": key_dim, "KP": rows, "V": dim, "BV": columns}

@@ -11,7 +11,6 @@ is computed in the same way, in a decode as in a prompt, so bits depend on no ot
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import triton
@@ -122,7 +121,7 @@ def walk_wkv4(
     tl.store(largest + at, m, mask=ok)
 
 
-def wkv7_constants(heads: int, dim: int) -> dict[str, Any]:
+def wkv7_constants(heads: int, dim: int) -> dict[str, int]:
     rows = triton.next_power_of_2(dim)
     return {"H": heads, "D": dim, "DP": rows, "BV": min(rows, max(NUMBERS // rows, 4)), "num_warps": 1}
 
