@@ -23,9 +23,11 @@ from plait.memory import block_groups
 from plait.ops.chip import EXAMPLES
 from plait.ops.launch import watch_launches
 from plait.ops.mamba3 import mamba3_scan, raw_mamba3_scan
+from plait.ops.mlstm import mlstm_scan
 from plait.ops.registry import Op, OpFacts
 from plait.ops.rg_lru import rg_lru
 from plait.ops.ssm import gated_mamba1_scan, mamba1_scan
+from plait.ops.wkv import wkv4_scan, wkv7_scan
 from plait.runner.capture import StepCapture, capture_step, decode_batch
 from plait.state.store import StateStore
 from tests.families.oxidizr.oxidizr_checkpoint import golden
@@ -33,7 +35,17 @@ from tests.families.parity import Memory, decoder, in_pieces, worst
 from tests.runner.recordings import OXIDIZR
 
 load_for_gpu()
-SCANS = [mamba1_scan, gated_mamba1_scan, mamba3_scan, raw_mamba3_scan, rg_lru]
+SCANS = [
+    mamba1_scan,
+    gated_mamba1_scan,
+    mamba3_scan,
+    raw_mamba3_scan,
+    rg_lru,
+    wkv7_scan,
+    wkv4_scan,
+    mlstm_scan,
+]
+STATES = ("state", "angle", "prev_b", "prev_x", "sums", "weights", "memory", "norms", "largest")
 SLOTS, TOKENS = 11, 13  # numbers that no other size has: they say which arguments are which
 
 
@@ -41,6 +53,7 @@ def operands(op: Op) -> list[Any]:
     """Arguments of one sequence of TOKENS tokens without history, over SLOTS slots."""
     assert op.make
     case = dict(seqs=[(TOKENS, False)], decodes=0, heads=2, dim=5, state=6, groups=2, normed=True)
+    case |= dict(size=5, key_dim=6)
     return list(op.make(case, torch.float32, "cpu")[0])
 
 
@@ -64,13 +77,14 @@ def run(op: Op, args: Sequence[Any], parts: Sequence[tuple[int, int, int]], stat
     taken[at + 1] = sum(count == 1 and first > 0 for first, count, _ in parts)
     fn, binding = op.bind(OpFacts("cuda", torch.float32, {"dim": 5, "state": 6}, chip=EXAMPLES[90]))
     assert binding.variant == "triton"
-    out: Tensor = fn(*taken)
+    found = fn(*taken)
+    out: Tensor = found[0] if isinstance(found, tuple) else found
     return out
 
 
 def is_state(op: Op, i: int) -> bool:
     names = list(op.reference.__code__.co_varnames)
-    return names[i] in ("state", "angle", "prev_b", "prev_x")
+    return names[i] in STATES
 
 
 def memory(op: Op, args: Sequence[Any]) -> list[Tensor]:
