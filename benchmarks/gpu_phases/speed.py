@@ -53,7 +53,9 @@ def speed_cases(bench: Bench) -> Iterator[tuple[str, Case]]:
         yield "gated_mamba1_scan", _decodes(count, heads=64, dim=128, state=16, groups=1, normed=True)
         yield "raw_mamba3_scan", _decodes(count, heads=64, dim=64, state=128, groups=1)
         yield "rg_lru", _decodes(count, heads=10, dim=256)
+        yield "wkv7_scan", _decodes(count, heads=40, dim=64)
         yield "add_rms_norm", dict(tokens=count, hidden=4096, groups=1)
+        yield "add_stacked_low_rank", dict(rows=count, n_in=4096, outs=(4096, 1024, 1024), ranks=(16,) * 4)
     yield "paged_attention", dict(seqs=[2048], heads=32, kv_heads=8, dim=128, window=None, softcap=None)
     for op in ("mamba2_scan", "gated_delta_scan", "gated_mamba1_scan"):
         sizes = dict(heads=64, dim=64, state=128, groups=1)
@@ -62,6 +64,8 @@ def speed_cases(bench: Bench) -> Iterator[tuple[str, Case]]:
         elif op == "gated_mamba1_scan":
             sizes = dict(heads=64, dim=128, state=16, groups=1, normed=True)
         yield op, {"seqs": [(2048, False)], "decodes": 0, **sizes}
+    yield "wkv7_scan", {"seqs": [(2048, False)], "decodes": 0, "heads": 40, "dim": 64}
+    yield "add_stacked_low_rank", dict(rows=2048, n_in=4096, outs=(4096, 1024, 1024), ranks=(16,) * 4)
     per_channel = dict(heads=32, keys=32, key_dim=128, dim=128, channel=True)  # Kimi Delta Attention
     yield "gated_delta_scan", {"seqs": [(2048, False)], "decodes": 0, **per_channel}
 
