@@ -22,7 +22,10 @@ from plait.errors import (
 from plait.frontend.deltas import Delta
 from plait.llm.llm import LLM
 from plait.loading.example_gpu import try_example
+from plait.loading.open_model import open_model
+from plait.loading.target import find_used_ops
 from plait.ops.chip import EXAMPLES
+from plait.ops.stacked_low_rank import add_stacked_low_rank
 from plait.request import SamplingParams
 from tests.families import tiny
 from tests.loading.adapters.made import linear_modules, write_llama, write_merged, write_peft
@@ -177,6 +180,9 @@ def test_a_step_of_a_gpu_with_adapters_is_one_graph(folder: Path) -> None:
     num_layers = 2 * 4 + 1  # q, k and v are one; gate and up are, too
     assert not step.faults
     assert (step.launches["shrink_rows"], step.launches["expand_rows"]) == (num_layers, num_layers)
+    for some in (config, EngineConfig(), EngineConfig(lora_folder=str(folder))):
+        is_tried = add_stacked_low_rank.name in (find_used_ops(open_model(str(folder / "base"), some)) or ())
+        assert is_tried is bool(some.lora or some.lora_folder), "one without a trial is not bound"
 
 
 def test_adapters_of_experts_are_refused_on_a_gpu_by_name(tmp_path: Path) -> None:
