@@ -49,7 +49,7 @@ def next_slot(own, last):
     return tl.min(tl.where(own > last, own, NO_SLOT), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m"])
 def shrink_rows(
     x, slots, tokens, down, hidden, m, n_in, steps, ranks,
     x_row, x_part, down_slot, down_part, down_row, hidden_row,
@@ -82,7 +82,7 @@ def shrink_rows(
         slot = next_slot(own, slot)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m"])
 def expand_rows(
     hidden, slots, tokens, up, scales, starts, y, m, parts, ranks, hidden_row, up_slot, y_row, y_part,
     BR: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, ROWS: tl.constexpr, PICKED: tl.constexpr,
