@@ -258,7 +258,8 @@ def test_a_compiler_is_looked_for_where_there_is_a_gpu(
 def test_kernels_that_were_tried_on_a_gpu_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu_kernel_facts(str(tmp_path)) == []
     torch, triton = (find_version(name) or "" for name in ("torch", "triton"))
-    site = TrialSite("H200, sm_90", "570", torch, triton, hash_sources())
+    build = f"{torch.partition('+')[0]}+cu130"  # as torch.__version__ of PyPI's wheel, not its metadata
+    site = TrialSite("H200, sm_90", "570", build, triton, hash_sources())
     folder = tmp_path / "gpu_trials"
     keep_verdicts(folder, site, {"a/b//float32": "it hangs", "a/c//float32": ""})
     keep_verdicts(folder, dataclasses.replace(site, torch="1.0"), {"a/b//float32": "old"})

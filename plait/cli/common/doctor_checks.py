@@ -217,8 +217,13 @@ def packed_facts(cache_dir: str | None) -> Facts:
 
 
 def gpu_kernel_facts(cache_dir: str | None) -> list[Facts]:
-    """What trials of GPU kernels found, on each GPU, with the versions that are installed now."""
-    mine = (find_version("torch"), find_version("triton"), hash_sources())
+    """What trials of GPU kernels found, on each GPU, with the versions that are installed now.
+
+    What is behind `+` in a version is ignored: torch reports its CUDA there, and the metadata of PyPI's wheel
+    does not have it.
+    """
+    torch, triton = ((find_version(name) or "").partition("+")[0] for name in ("torch", "triton"))
+    mine = (torch, triton, hash_sources())
     return [
         {
             "chip": site.chip,
@@ -227,7 +232,7 @@ def gpu_kernel_facts(cache_dir: str | None) -> list[Facts]:
             "rejected": {key: why for key, why in sorted(verdicts.items()) if why},
         }
         for site, verdicts in list_verdicts(find_folder(cache_dir))
-        if (site.torch, site.triton or None, site.sources) == mine
+        if (site.torch.partition("+")[0], site.triton.partition("+")[0], site.sources) == mine
     ]
 
 
