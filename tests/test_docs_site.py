@@ -23,13 +23,28 @@ def test_navigation_has_every_page_once() -> None:
 
 
 def test_reference_names_modules_and_classes_that_are_there() -> None:
-    named = [
+    named = list_referenced()
+    assert named
+    assert [name for name in named if not is_there(name)] == []
+
+
+def test_reference_has_every_module_that_the_worked_examples_import() -> None:
+    imported = {
+        name
+        for page in DOCS.glob("add-a-*.md")
+        for name in re.findall(r"^from (plait\.\S+) import", page.read_text("utf-8"), re.MULTILINE)
+    }
+    made = {name for name in imported if name.endswith(".l2_norm")}  # by the pages themselves
+    assert made
+    assert imported - made - set(list_referenced()) == set()
+
+
+def list_referenced() -> list[str]:
+    return [
         name
         for page in (DOCS / "reference").glob("*.md")
         for name in re.findall(r"^::: (\S+)$", page.read_text("utf-8"), re.MULTILINE)
     ]
-    assert named
-    assert [name for name in named if not is_there(name)] == []
 
 
 def is_there(name: str) -> bool:

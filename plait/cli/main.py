@@ -200,7 +200,10 @@ def explain(error: BaseException) -> tuple[str, int]:
     text = " ".join(str(error).split())
     if type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in text:
         return f"out of memory: {text[:200]}; choose a smaller --max-model-len or --max-num-seqs", EXIT_MEMORY
-    return f"{type(error).__name__}: {text} (a fault of Plait; --debug shows where)", EXIT_FAULT
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" at {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
+    fault = f"a fault of Plait or of a plug-in{where}; --debug shows the traceback"
+    return f"{type(error).__name__}: {text} ({fault})", EXIT_FAULT
 
 
 def _suggest_option(error: click.ClickException) -> str:

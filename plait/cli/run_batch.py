@@ -106,7 +106,9 @@ class _Progress:
     def last(self, counts: Counts) -> None:
         self._last = time.monotonic()
         seconds = self._last - self._started
-        print(f"plait: {counts.done} answered, {counts.failed} failed, {seconds:.1f} s", file=sys.stderr)
+        print(
+            f"plait: {counts.done} answered, {counts.failed} of them failed, {seconds:.1f} s", file=sys.stderr
+        )
 
 
 def _open_stream(path: str, mode: str) -> BinaryIO:

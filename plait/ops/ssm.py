@@ -46,6 +46,7 @@ def pieces(
 
 
 def begin(state: Tensor, slot: int, has_history: bool) -> Tensor:
+    """The state that a sequence comes in with: its slot's, or zeros."""
     return state[slot] if has_history else torch.zeros_like(state[slot])
 
 

@@ -23,6 +23,7 @@ from plait.errors import CannotRecord
 from plait.memory import BlockGroup
 from plait.model.decoder import Decoder
 from plait.model.layers.layers import Batch, PagedIndex
+from plait.model.mixers.registry import list_mixers
 from plait.ops.launch import watch_launches
 from plait.runner.replay import find_tensors
 from plait.state.store import StateStore
@@ -237,6 +238,8 @@ def capture_step(
 def decoder_tensors(decoder: Decoder) -> list[Tensor]:
     """Every tensor that a model holds: weights in any storage, tables, what kernels packed."""
     found: dict[int, Tensor] = {}
+    # Ours, and those of the plug-ins that have mixers.
+    packages = {"plait", *(entry.build.__module__.partition(".")[0] for entry in list_mixers().values())}
     seen: dict[int, object] = {}  # held, because the number of an object that is gone is another's
 
     def visit(value: object) -> None:
@@ -252,7 +255,7 @@ def decoder_tensors(decoder: Decoder) -> list[Tensor]:
                 visit(item)
         elif isinstance(value, partial):
             visit((value.args, value.keywords))
-        elif type(value).__module__.startswith("plait."):
+        elif type(value).__module__.partition(".")[0] in packages:
             visit(getattr(value, "__dict__", None))
             visit([getattr(value, n, None) for c in type(value).__mro__ for n in getattr(c, "__slots__", ())])
         elif callable(value):

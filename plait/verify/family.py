@@ -39,18 +39,22 @@ class CheckResult:
 def check_plugin(name: str, config: EngineConfig, keep: Path | None = None) -> Iterator[CheckResult]:
     """Check the family of that name, or what a plug-in of that name registers; each result as it is done.
 
+    The kernels of the plug-in that a family comes from are checked first, however it was loaded.
     keep: a folder for the small model; of several families each has one of its own in it.
     Raises ConfigError, PluginError, and what loading the small models does.
     """
-    load_plugins(config)
+    plugins = load_plugins(config)
     if (entry := families_by_name().get(name)) is not None:
         families = {entry.name: entry}
+        plugins = tuple(plugin for plugin in plugins if is_of(plugin, entry.build))
     else:
         config = replace(config, plugins=(*config.plugins, name))
-        plugin = load_plugins(config)[-1]
-        families = {entry.name: entry for entry in families_by_name().values() if is_of(plugin, entry.build)}
+        plugins = load_plugins(config)[-1:]
+        named = families_by_name().values()
+        families = {entry.name: entry for entry in named if is_of(plugins[0], entry.build)}
         if not families:
             raise ConfigError(f"--family {name}: the plug-in registers no family; decorate one with @family")
+    for plugin in plugins[:1]:  # one that is installed may be named, too
         yield from check_ops(plugin)
     for entry in families.values():
         with TemporaryDirectory(prefix="plait-family-") as passing:
@@ -106,12 +110,15 @@ def _compare_replies(native: Mapping[str, VerifyReply], reference: Mapping[str, 
 
 
 def check_ops(plugin: Plugin) -> Iterator[CheckResult]:
-    """Every kernel that a plug-in registers for a CPU, against its op's reference, on the op's own cases."""
+    """Every CPU kernel that a plug-in registers, or that was made for an op of it (`@elementwise`), against
+    the op's reference, on the op's own cases.
+    """
     made = executor(2)
     try:
         for op in REGISTRY.values():
             for variant in op.variants:
-                if is_of(plugin, variant.fn) and variant.on == "cpu":
+                is_its = is_of(plugin, variant.fn) or is_of(plugin, op.reference)
+                if is_its and variant.on == "cpu":
                     yield _check_variant(op, variant, made)
     finally:
         if made is not None:

@@ -95,7 +95,10 @@ class WireLog(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._link.send(protocol.Logged(record.name, record.levelno, self.format(record)))
+            self.format(record)  # sets what is sent
+            self._link.send(
+                protocol.Logged(record.name, record.levelno, record.message, record.exc_text or "")
+            )
         except OSError:
             self.handleError(record)
 
@@ -347,7 +350,7 @@ def _report_end(link: Link, error: BaseException) -> None:
 
 def _log_to(link: Link, levels: dict[str, int]) -> None:
     logging.captureWarnings(True)
-    logging.basicConfig(handlers=[WireLog(link)], format="%(message)s", level=logging.WARNING)
+    logging.basicConfig(handlers=[WireLog(link)], level=logging.WARNING)
     _log_from(levels)
 
 

@@ -6,6 +6,7 @@ is longer than `MAX_FRAME_NBYTES`, or holds no message of the other side, is a `
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import struct
@@ -159,6 +160,14 @@ class Logged(WireMessage, frozen=True, tag=6):
     name: str
     level: int
     text: str
+    trace: str  # of the exception that was logged, or ""
+
+    def log(self) -> None:
+        """Log it in this process."""
+        if (logger := logging.getLogger(self.name)).isEnabledFor(self.level):
+            record = logger.makeRecord(self.name, self.level, "", 0, self.text, (), None)
+            record.exc_text = self.trace
+            logger.handle(record)
 
 
 class Fault(WireMessage, frozen=True, tag=7):

@@ -270,9 +270,8 @@ class Supervisor:
                 with wake_together():
                     for event in events:
                         self.requests.deliver(event, time.monotonic())
-            case protocol.Logged(name, level, text):
-                if (logger := logging.getLogger(name)).isEnabledFor(level):
-                    logger.log(level, "%s", text)
+            case protocol.Logged():
+                message.log()
             case protocol.Ready():
                 self._up_since, self._was_up = time.monotonic(), True
                 self._hello = protocol.keep_on_gpu(self._hello, message)

@@ -30,12 +30,12 @@ def test_a_file_of_requests_is_answered(
     found = [json.loads(one) for one in target.read_text().splitlines()]
     assert sorted(one["custom_id"] for one in found) == ["0", "1", "2"]
     assert len({one["response"]["body"]["choices"][0]["text"] for one in found}) == 1
-    assert "3 answered, 0 failed" in capsys.readouterr().err
+    assert "3 answered, 0 of them failed" in capsys.readouterr().err
 
     write(tmp_path / "in.jsonl", {"prompt": "x", "model": "mine"}, {"prompt": "x", "temperature": -1})
     named = ["--served-model-name", "mine"]
     assert run(["run-batch", "-i", source, "-o", str(target), *options, *named, str(nano_hybrid)]) == 1
-    assert "2 answered, 1 failed" in capsys.readouterr().err
+    assert "2 answered, 1 of them failed" in capsys.readouterr().err
 
 
 def test_files_that_cannot_be_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,8 +18,10 @@ from plait.families.common.registry import families, find
 from plait.kernels.load import load_for_gpu
 from plait.memory import block_groups
 from plait.model.decoder import Decoder
+from plait.model.mixers.registry import Entry, list_mixers
 from plait.ops.chip import EXAMPLES
-from plait.runner.capture import StepCapture, capture_step, decode_batch
+from plait.runner.capture import StepCapture, capture_step, decode_batch, decoder_tensors
+from plait.spec.model import Recurrent
 from plait.state.store import StateStore
 from tests.families import tiny_plain
 from tests.families.every import NAMES, family_of, read_model
@@ -108,6 +110,18 @@ def quick() -> list[Any]:
     late = {name for name, variant in tiny_plain.VARIANTS.items() if variant.slow}
     late |= {name for name in (*ORACLES, *DESCRIBED) if name not in ("sambay", "arctic")}
     return [pytest.param(name, marks=[pytest.mark.slow] if name in late else []) for name in NAMES]
+
+
+def test_tensors_of_a_plug_in_s_mixer_are_static(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own:  # defined outside of Plait, as a plug-in's is
+        def __init__(self) -> None:
+            self.weight = torch.ones(3)
+
+    model: Any = [Own()]
+    assert decoder_tensors(model) == []
+    entry = Entry(lambda s, w: Own(), repr, None)  # type: ignore[arg-type, return-value]
+    monkeypatch.setitem(list_mixers(), Recurrent, entry)
+    assert decoder_tensors(model) == [model[0].weight]
 
 
 def test_no_family_is_without_a_model_below() -> None:

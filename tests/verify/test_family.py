@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +15,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from plait.config import EngineConfig
 from plait.errors import ConfigError
-from plait.families.common.registry import families_by_name
+from plait.families.common.registry import FAMILIES, families_by_name
 from plait.kernels.load import executor
 from plait.ops.activation import multiply
-from plait.ops.registry import Variant
+from plait.ops.registry import REGISTRY, Variant
 from plait.request import TokenLogprobs
-from plait.verify.family import _check_variant, _compare_replies, write_tiny_model
+from plait.verify.family import _check_variant, _compare_replies, check_plugin, write_tiny_model
 from plait.verify.results import VerifyReply
 from tests.families.parity import Memory, decoder, resolved, whole
 
@@ -72,6 +74,48 @@ def test_family_check_finds_a_kernel_that_is_wrong_or_not_a_number() -> None:
     }
     refused = _check_variant(multiply, Variant("none", "cpu", right, lambda facts: "no"), None)
     assert not refused.is_right, "no case is no proof"
+
+
+PLUGIN = """
+from operator import mul
+
+from plait.families.common.registry import family
+from plait.ops.activation import multiply
+from plait.ops.elementwise import elementwise_op
+
+@family("ProductForCausalLM", model_types=("product",))
+def product(c): ...
+
+@elementwise_op()
+def triple_product(x, y):
+    return x * y
+
+def own(x, y):
+    return x * y + 1
+
+triple_product.variant("made", on="cpu")(mul)  # as a kernel that `@elementwise` makes
+multiply.variant("own", on="cpu")(own)
+"""
+
+
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_family_check_begins_with_the_kernels_of_its_plug_in(tmp_path: Path, is_loaded: bool) -> None:
+    (path := tmp_path / "product.py").write_text(PLUGIN)
+    known, ops, variants = set(FAMILIES), set(REGISTRY), list(multiply.variants)
+    try:
+        if is_loaded:
+            found = check_plugin("product", EngineConfig(plugins=(str(path),)))
+        else:
+            found = check_plugin(str(path), EngineConfig())
+        first = {result.name: result.is_right for result in (next(found), next(found))}
+    finally:
+        for name in FAMILIES.keys() - known:
+            del FAMILIES[name]
+        for name in REGISTRY.keys() - ops:
+            del REGISTRY[name]
+        multiply.variants[:] = variants
+        del sys.modules[next(name for name in sys.modules if name.startswith("plait_plugin_product"))]
+    assert first == {"op multiply: own": False, "op triple_product: made": True}
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import logging
 import math
 import os
+import sys
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -12,6 +15,7 @@ from plait.config import EngineConfig
 from plait.errors import BadFile, ContextTooLong, EngineError, InvalidField, OutOfMemory
 from plait.loading.text_side import TextSource
 from plait.request import Event, Grammar, Request, SamplingParams, ThinkingBudget, TokenLogprobs
+from plait.server.gateway.access_log import TextFormat
 from plait.server.http.errors import NotReady
 from plait.spec.model import (
     AttentionSpec,
@@ -26,6 +30,7 @@ from plait.spec.model import (
 )
 from plait.spec.values import encode_spec_value
 from plait.worker import protocol
+from plait.worker.child import WireLog
 from plait.worker.protocol import (
     BadFrame,
     Cancel,
@@ -197,3 +202,21 @@ def test_what_cannot_be_written_is_an_error_of_its_request(salt: object) -> None
     request = Request("r", (1,), SamplingParams(), cache_salt=salt)  # type: ignore[arg-type]
     with pytest.raises(EngineError, match="a Submit cannot be sent"):
         frame(Submit(1, request, 0.0))
+
+
+def test_a_traceback_of_the_engine_is_logged_in_lines_as_one_of_the_front(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sent: list[protocol.WireMessage] = []
+    wire = WireLog(SimpleNamespace(send=sent.append))  # type: ignore[arg-type]
+    try:
+        raise ValueError("bad")
+    except ValueError:
+        made = logging.LogRecord("plait", logging.ERROR, __file__, 1, "it %s", ("ends",), sys.exc_info())
+    wire.emit(made)
+    logged = crossed(sent[0], FromChild)
+    assert isinstance(logged, protocol.Logged)
+    logged.log()
+    lines = TextFormat().format(caplog.records[0]).splitlines()
+    assert lines[0].endswith("ERROR it ends")
+    assert (lines[1], lines[-1]) == ("Traceback (most recent call last):", "ValueError: bad")

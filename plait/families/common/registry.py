@@ -106,8 +106,9 @@ def find(config: Mapping[str, object]) -> Family:
     every = sorted(a for f in families.values() for a in f.architectures)
     near = difflib.get_close_matches(names[0], every, 1, 0.5)
     hint = f"; the nearest is {near[0]}" if near else ""
-    listed = ", ".join(dict.fromkeys(every))
-    raise UnknownArchitecture(f"architecture {names[0]!r} is not known{hint}. Known: {listed}")
+    raise UnknownArchitecture(
+        f"architecture {names[0]!r} is not known{hint}; `plait families` lists all, and --plugin adds one"
+    )
 
 
 def names_in(config: Mapping[str, Any]) -> list[str]:

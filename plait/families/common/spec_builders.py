@@ -79,9 +79,9 @@ def window(c: Config, kind: str) -> int | None:
 
 def gqa(c: Config, kind: str = FULL, **changes: Any) -> AttentionSpec:
     """Grouped-query attention of a layer of this kind; `changes` are fields that differ from the usual."""
-    dim = c["head_dim"]
+    heads, dim = c["num_attention_heads"], c["head_dim"]  # without the first no config has the second
     usual = AttentionSpec(
-        num_heads=c["num_attention_heads"],
+        num_heads=heads,
         num_kv_heads=c["num_key_value_heads"],
         head_dim=dim,
         scale=dim**-0.5,

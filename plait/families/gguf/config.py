@@ -81,9 +81,8 @@ def _arch(name: str) -> Arch:
     if why := UNSERVED.get(name):
         raise UnsupportedModel(f"a GGUF file of general.architecture {name!r} cannot be served: {why}")
     if name not in ARCHITECTURES:
-        listed = ", ".join(sorted(ARCHITECTURES))
         raise UnsupportedModel(
-            f"general.architecture {name!r} of the GGUF file is not known. Known: {listed}"
+            f"general.architecture {name!r} of the GGUF file is not known; `plait families` lists all"
         )
     return ARCHITECTURES[name]
 

@@ -19,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
+from traceback import format_exception
 
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -42,10 +43,7 @@ class TextFormat(logging.Formatter):
         fields = getattr(record, "fields", None)
         said = _pairs(fields) if fields else escape_controls(record.getMessage())
         line = f"{_when(record)} {record.levelname} {said}"
-        if record.exc_info:
-            trace = self.formatException(record.exc_info)
-            line += "".join("\n" + escape_controls(part) for part in trace.splitlines())
-        return line
+        return line + "".join("\n" + escape_controls(part) for part in _trace(record).splitlines())
 
 
 class JsonFormat(logging.Formatter):
@@ -59,8 +57,8 @@ class JsonFormat(logging.Formatter):
             "message": record.getMessage(),
             **(getattr(record, "fields", None) or {}),
         }
-        if record.exc_info:
-            said["exception"] = self.formatException(record.exc_info)
+        if trace := _trace(record):
+            said["exception"] = trace
         return json.dumps(said, ensure_ascii=True, default=str)
 
 
@@ -80,6 +78,11 @@ def follow(config: ServerConfig, writer: LogWriter) -> None:
         log.setLevel(level)
         log.propagate = False
         log.handlers = [writer]
+
+
+def _trace(record: logging.LogRecord) -> str:
+    """The traceback of a record; one of the engine's process comes as text."""
+    return record.exc_text or ("".join(format_exception(record.exc_info[1])) if record.exc_info else "")
 
 
 def escape_controls(text: str) -> str:

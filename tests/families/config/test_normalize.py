@@ -114,8 +114,10 @@ def test_infinity_as_transformers_spells_it() -> None:
     ]
 
 
-def test_an_unknown_architecture_is_named_with_the_nearest_and_the_list() -> None:
-    with pytest.raises(UnsupportedModel, match=r"'LlammaForCausalLM'.*nearest is LlamaForCausalLM.*Mixtral"):
+def test_an_unknown_architecture_is_named_with_the_nearest_and_the_command_that_lists_all() -> None:
+    with pytest.raises(
+        UnsupportedModel, match=r"'LlammaForCausalLM'.*nearest is LlamaForCausalLM; `plait families`"
+    ):
         build_spec({**LLAMA, "architectures": ["LlammaForCausalLM"]})
 
 

@@ -85,7 +85,7 @@ def native(op: Op) -> Callable[[Callable[..., Any]], Callable[..., Tensor]]:
 
     def register(lanes: Callable[..., Any]) -> Callable[..., Tensor]:
         names = list(signature(op.reference).parameters)
-        tensors = sum("Tensor" in str(p.annotation) for p in signature(op.reference).parameters.values())
+        tensors = sum(name not in op.cases[0] for name in names)
         made = kernel_of(op.name, lanes, tensors, len(names) - tensors)
 
         @op.variant("native", on="cpu", when=float32_rows, native=True)
