@@ -99,7 +99,7 @@ class EngineConfig:
     chat_template: str | None = option(
         None, "a Jinja file or a built-in name, used instead of the model's own"
     )
-    max_model_len: int | None = option(None, "longest sequence in tokens; default: the model's own", least=1)
+    max_model_len: int | None = option(None, "longest sequence in tokens; default: the model's own", least=2)
     max_num_seqs: int = option(16, "sequences that run at the same time", least=1)
     max_num_batched_tokens: int = option(1024, "tokens in one step: decodes plus chunks of prompts", least=1)
     max_waiting: int = option(1024, "requests that may wait; one more is refused with 429", least=0)

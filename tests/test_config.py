@@ -19,6 +19,7 @@ from plait.errors import ConfigError
         ({"ssm_mode": "fast"}, "ssm_mode"),
         ({"a_source": "file"}, "a_source"),
         ({"max_num_seqs": "8"}, "max_num_seqs: '8' is not a whole number"),
+        ({"max_model_len": 1}, "max_model_len: 1 is less than 2"),
         ({"max_model_len": 1.5}, "max_model_len: 1.5 is not a whole number"),
         ({"max_num_seqs": 0}, "max_num_seqs: 0 is less than 1"),
         ({"block_size": 12}, "12 is not a power of two"),

@@ -81,10 +81,8 @@ def make_target(
     if (ranks := target.comm.rank.size) > 1 and not config.threads:
         threads, found = max(1, threads // ranks), f"{found}, divided among {ranks} ranks"
     log.info("threads: %d (%s)", threads, found)
-    if (quota := resource_limits.cpu_quota()) is not None and quota < threads:
-        log.warning(
-            "threads: %d share a CPU quota of %.3g: they are stopped in turns, and wait", threads, quota
-        )
+    if too_many := resource_limits.describe_crowding(threads * target.comm.rank.size):
+        log.warning("threads: %s", too_many)
     cache_dir = Path(config.cache_dir) if config.cache_dir else None
     load_kernels(cache_dir=cache_dir, isa=config.isa)
     target.activations = activations(config)
