@@ -17,8 +17,8 @@ from plait.cli.main import explain
 from plait.errors import OutOfMemory
 from plait.resource_limits import (
     cpu_quota,
-    describe_crowding,
     default_threads,
+    describe_crowding,
     free_memory,
     is_free,
     is_memory_error,
