@@ -21,7 +21,7 @@ KERNEL_FILE_LINES, KERNEL_FUNCTION_LINES = 600, 150
 # Lines of each folder of plait/ (".": its own modules): what there is, and 3 % of air. A cap falls when
 # lines go; it is raised in a commit of its own that says why, or not at all.
 CAPS = {
-    ".": 2_200,
+    ".": 2_270,
     "bench": 4_250,
     "checkpoint": 5_470,
     "cli": 6_340,
