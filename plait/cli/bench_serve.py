@@ -17,12 +17,14 @@ from plait.cli.common.options import (
     engine_options,
     engine_settings,
     find_changes,
+    find_written,
     json_option,
     options,
     parse_options,
     write_json,
 )
 from plait.cli.common.progress import Status, console
+from plait.config import EngineConfig
 from plait.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -144,6 +146,8 @@ def serve(as_json: bool, plot: Path | None, **given: object) -> None:
     from plait.bench.serve.report import serve_report, write_serve_plot
     from plait.bench.serve.run import bench_serve
 
+    if given["base_urls"] and (unread := find_written(click.get_current_context(), EngineConfig)):
+        raise ConfigError(f"{', '.join(unread)}: a server of --base-url runs with options of its own")
     with Status("measuring") as status:
         result = bench_serve(_job(given), status.say)
     if plot is not None:

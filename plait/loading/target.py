@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -39,7 +40,6 @@ from plait.runner.graph_backends import CudaGraphs, TorchGraphs
 from plait.runner.ranks.group_comm import GroupComm
 from plait.version import __version__
 
-FOR_CPUS = ("precise", "prefill", "isa")  # options that change what kernels on a CPU compute
 log = logging.getLogger("plait")
 
 
@@ -110,9 +110,6 @@ def check_device(config: EngineConfig, device: torch.device) -> None:
         raise ConfigError(NO_DISK)
     if config.lora or config.lora_folder is not None:
         raise ConfigError(NO_ADAPTERS)
-    usual = EngineConfig()
-    if unread := [name for name in FOR_CPUS if getattr(config, name) != getattr(usual, name)]:
-        log.warning("%s: for CPUs alone, without effect on %s", ", ".join(unread), device)
 
 
 def check_kept(config: EngineConfig, chip: Chip | None) -> None:
@@ -130,7 +127,7 @@ def check_kept(config: EngineConfig, chip: Chip | None) -> None:
 
 
 def choose_rank(opened: Opened) -> Rank:
-    """Rank 0 of as many as the options say. Raises CannotDivide, before any weight is read.
+    """Rank 0 of as many as the options say. Raises CannotDivide and ConfigError, before any weight is read.
 
     With `--deterministic` sums are divided into the model's own number of shares, on one rank, too.
     """
@@ -151,7 +148,10 @@ def choose_rank(opened: Opened) -> Rank:
             )
         shares = 0 if shares == 1 else shares
     rank = Rank(0, size, shares, block, config.expert_parallel)
-    divide_model(spec, rank)
+    divided = divide_model(spec, rank)
+    with suppress(CannotDivide):
+        if config.expert_parallel and divided == divide_model(spec, replace(rank, whole_experts=False)):
+            raise ConfigError("expert_parallel: this model has no experts to divide; leave it out")
     return rank
 
 

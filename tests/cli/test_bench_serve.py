@@ -42,6 +42,12 @@ def test_the_result_is_one_json_object_in_vllms_words(plait: Run, url: str) -> N
     assert side["output_lens"] == [5] * 4
 
 
+def test_options_of_an_engine_are_refused_for_a_server_that_runs(plait: Run, url: str) -> None:
+    done = plait("bench", "serve", "--base-url", url, *LOAD, "--threads", "2", "--cpu")
+    assert done.code == 2
+    assert "threads: a server of --base-url runs with options of its own" in done.err
+
+
 def test_the_table_compares_servers_and_a_page_draws_them(plait: Run, url: str, tmp_path: Path) -> None:
     page = tmp_path / "load.html"
     given = ("--base-url", url, "--base-url", url, *LOAD, "--endpoint", "completions", "--plot", str(page))

@@ -19,9 +19,10 @@ from click.core import ParameterSource
 
 from plait.cli.common.help import path_completion, suggest_word
 from plait.cli.common.session import Session, log_to_stderr
-from plait.config import DAY_S, DEVICE, EngineConfig, ServerConfig, option_types
+from plait.config import DAY_S, DEVICE, EngineConfig, ServerConfig
 from plait.engine.adapters import parse_named
 from plait.errors import ConfigError
+from plait.option_fields import option_types
 from plait.request import SAMPLING, SamplingParams
 
 Command = TypeVar("Command", bound=Callable[..., object])
@@ -362,6 +363,12 @@ def find_changes(settings: dict[str, object]) -> dict[str, object]:
     """What differs from the defaults: another revision of Plait has defaults, and options, of its own."""
     plain = EngineConfig()
     return {name: value for name, value in settings.items() if value != getattr(plain, name)}
+
+
+def find_written(context: click.Context, cls: type) -> list[str]:
+    """The options of a config that are on a command line."""
+    source = context.get_parameter_source
+    return [f.name for f in fields(cls) if source(f.name) is ParameterSource.COMMANDLINE]
 
 
 def parse_options(text: str) -> dict[str, Any]:
