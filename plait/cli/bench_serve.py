@@ -17,14 +17,14 @@ from plait.cli.common.options import (
     engine_options,
     engine_settings,
     find_changes,
-    find_written,
     json_option,
     options,
     parse_options,
     write_json,
 )
 from plait.cli.common.progress import Status, console
-from plait.config import EngineConfig
+from plait.cli.common.unread_flags import refuse_unread
+from plait.config import EngineConfig, option_names
 from plait.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -146,8 +146,17 @@ def serve(as_json: bool, plot: Path | None, **given: object) -> None:
     from plait.bench.serve.report import serve_report, write_serve_plot
     from plait.bench.serve.run import bench_serve
 
-    if given["base_urls"] and (unread := find_written(click.get_current_context(), EngineConfig)):
-        raise ConfigError(f"{', '.join(unread)}: a server of --base-url runs with options of its own")
+    has_rate = given["request_rate"] != math.inf
+    refuse_unread(
+        (
+            bool(given["base_urls"]),
+            ("cpu", *option_names(EngineConfig)),
+            "--base-url names a server that runs",
+        ),
+        (not has_rate, ("burst", "burstiness"), "without --request-rate all requests come at once"),
+        (bool(given["dataset"]), ("input_len", "prefix_share", "prefix_groups"), "--dataset has the texts"),
+        (not given["prefix_share"], ("prefix_groups",), "no text is shared without --prefix-share"),
+    )
     with Status("measuring") as status:
         result = bench_serve(_job(given), status.say)
     if plot is not None:

@@ -365,12 +365,6 @@ def find_changes(settings: dict[str, object]) -> dict[str, object]:
     return {name: value for name, value in settings.items() if value != getattr(plain, name)}
 
 
-def find_written(context: click.Context, cls: type) -> list[str]:
-    """The options of a config that are on a command line."""
-    source = context.get_parameter_source
-    return [f.name for f in fields(cls) if source(f.name) is ParameterSource.COMMANDLINE]
-
-
 def parse_options(text: str) -> dict[str, Any]:
     """The engine options that are written in `text`, as EngineConfig has them. Raises ConfigError."""
     command = click.command("--compare")(engine_options()(lambda **given: given))
