@@ -27,7 +27,7 @@ class ChoiceEntry(Struct):
     num_cached_tokens: int = 0
     first_token_s: float | None = None
     last_token_s: float = 0.0
-    is_cancelled: bool = False
+    cancelled_as: FinishReason | None = None  # the reason that its engine was to end it with
     num_on_trial: int = 0  # tokens since an engine last received its request
     mirostat_mu: float | None = None
 
@@ -118,7 +118,13 @@ class OpenStream:
             self.on_event = lambda _: None
             self.has_failed = True
             for part in self.parts.values():
-                part.is_cancelled = True
+                part.cancelled_as = "cancelled"
+
+    def cancel(self, index: int | None) -> None:
+        """Note that every open choice is to end, or one: that one by a stop string, as engines take it."""
+        for i, part in self.parts.items():
+            if index is None or i == index:
+                part.cancelled_as = part.cancelled_as or ("cancelled" if index is None else "stop")
 
     def end(self, error: Exception | None = None, index: int | None = None) -> None:
         """End every open choice, or one: with this error, or as cancelled.
@@ -128,8 +134,11 @@ class OpenStream:
         reason: FinishReason = "cancelled" if error is None else "error"
         for i in [*self.parts]:
             if index is None or i == index:
-                trace = self._trace_of(i, reason) if self.parts[i].token_ids else None
-                self.emit(Event(self.request.id, i, finish_reason=reason, error=error, trace=trace))
+                self._end_choice(i, reason, error)
+
+    def _end_choice(self, index: int, reason: FinishReason, error: Exception | None = None) -> None:
+        trace = self._trace_of(index, reason) if self.parts[index].token_ids else None
+        self.emit(Event(self.request.id, index, finish_reason=reason, error=error, trace=trace))
 
     def _trace_of(self, index: int, reason: FinishReason) -> RequestTrace:
         part = self.parts[index]
@@ -149,8 +158,8 @@ class OpenStream:
     def end_cancelled(self) -> None:
         """End the choices that were cancelled: the engine that was to end them has ended itself."""
         for i, part in [*self.parts.items()]:
-            if part.is_cancelled:
-                self.end(index=i)
+            if part.cancelled_as is not None:
+                self._end_choice(i, part.cancelled_as)
 
     def overdue(self, now: float, meanwhile: str) -> DeadlineExceeded | None:
         """The error of a request that is past its time limit. `meanwhile`: what else happened, or ""."""

@@ -98,8 +98,7 @@ class RequestTable:
         entry = self._entries.get(self._keys.get(request_id, 0))
         if entry is None:
             return None
-        for i, part in entry.parts.items():
-            part.is_cancelled |= index is None or i == index
+        entry.cancel(index)
         if entry.is_sent:
             return entry.key
         entry.end_cancelled()
