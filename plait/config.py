@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field, fields
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, fields
+from typing import Literal
 
-from plait.errors import ConfigError, check_unicode
+from plait.errors import ConfigError
+from plait.option_fields import check_fields, option
 
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+(,\d+)*)?|cuda:sm_\d+a?")
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -34,42 +34,6 @@ DAY_S = 86_400
 UNPROVEN = "GPU kernels are proved by compilation and interpreter, and no run on a GPU is recorded yet"
 MOST_RANK = 1024  # of an adapter
 MAX_STREAM_INTERVAL = 256  # tokens of one stream that are read at once, on the loop of all others
-_TYPES: dict[type, dict[str, tuple[Any, bool]]] = {}  # by class: to read them takes a millisecond
-
-
-def option(default: Any, text: str, *also: str, least: int | None = None) -> Any:
-    """A field with a default and a help text. `also`: more names of its flag; `least`: the lowest number."""
-    return field(default=default, metadata={"help": text, "also": also, "least": least})
-
-
-def option_types(cls: type) -> dict[str, tuple[Any, bool]]:
-    """Of each field its type, and whether it may also be None: `int | None` is (int, True)."""
-    if cls not in _TYPES:
-        _TYPES[cls] = found = {}
-        for name, hint in get_type_hints(cls).items():
-            parts = [part for part in get_args(hint) if part is not NoneType]
-            optional = get_origin(hint) in (Union, UnionType)
-            found[name] = (parts[0] if optional else hint, optional)
-    return _TYPES[cls]
-
-
-def check_fields(config: Any) -> None:
-    """Make lists tuples. Raises ConfigError for a word that is not of its type, and for a number too low."""
-    for each in fields(config):
-        name, value = each.name, getattr(config, each.name)
-        kind, may_be_none = option_types(type(config))[name]
-        least = each.metadata["least"]
-        check_unicode(name, value)
-        if get_origin(kind) is tuple:
-            object.__setattr__(config, name, (value,) if isinstance(value, str) else tuple(value))
-        elif value is None and may_be_none:
-            continue
-        elif get_origin(kind) is Literal and value not in get_args(kind):
-            raise ConfigError(f"{name}: {value!r} is not one of {', '.join(get_args(kind))}")
-        elif least is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise ConfigError(f"{name}: {value!r} is not a whole number")
-        elif least is not None and value < least:
-            raise ConfigError(f"{name}: {value} is less than {least}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +63,7 @@ class EngineConfig:
     chat_template: str | None = option(
         None, "a Jinja file or a built-in name, used instead of the model's own"
     )
-    max_model_len: int | None = option(None, "longest sequence in tokens; default: the model's own", least=1)
+    max_model_len: int | None = option(None, "longest sequence in tokens; default: the model's own", least=2)
     max_num_seqs: int = option(16, "sequences that run at the same time", least=1)
     max_num_batched_tokens: int = option(1024, "tokens in one step: decodes plus chunks of prompts", least=1)
     max_waiting: int = option(1024, "requests that may wait; one more is refused with 429", least=0)
@@ -122,8 +86,12 @@ class EngineConfig:
     cache_disk: str | None = option(
         None, "a folder in which the prefix cache outlives the process, on a CPU; default: it does not"
     )
-    cache_disk_limit: int | None = option(None, "its bytes; default: 10 % of what is free", least=1)
-    cache_disk_bandwidth: int | None = option(None, "bytes per second written to --cache-disk", least=1)
+    cache_disk_limit: int | None = option(
+        None, "its bytes; default: 10 % of what is free", least=1, needs="cache_disk"
+    )
+    cache_disk_bandwidth: int | None = option(
+        None, "bytes per second written to --cache-disk", least=1, needs="cache_disk"
+    )
     max_step_ms: int = option(
         200, "prompts are cut so that no reply that is streamed waits longer for a token; 0: never", least=0
     )
@@ -263,9 +231,6 @@ class EngineConfig:
 
     def _check_disk(self) -> None:
         if self.cache_disk is None:
-            for name in ("cache_disk_limit", "cache_disk_bandwidth"):
-                if getattr(self, name) is not None:
-                    raise ConfigError(f"{name}: it needs cache_disk, the folder to which it applies")
             return
         if not self.cache_disk.strip():
             raise ConfigError("cache_disk: it is empty; name a folder, or leave it out")
@@ -331,8 +296,10 @@ class ServerConfig:
     tls_key: str | None = option(None, "the certificate's private key, a PEM file")
     startup_digest: bool = option(False, "generate 64 tokens at startup; /version has their hash")
     kv_events: str | None = option(None, "publish KV events as vLLM does, over ZeroMQ: tcp://*:5557")
-    kv_events_replay: str | None = option(None, "send missed events again, there: tcp://*:5558")
-    kv_events_topic: str | None = option(None, "topic of events; default: kv@HOST@MODEL")
+    kv_events_replay: str | None = option(
+        None, "send missed events again, there: tcp://*:5558", needs="kv_events"
+    )
+    kv_events_topic: str | None = option(None, "topic of events; default: kv@HOST@MODEL", needs="kv_events")
     stream_interval: int = option(
         1,
         "tokens in an event of a streamed reply, the first alone; more: less CPU time, less smooth",
@@ -359,19 +326,24 @@ class ServerConfig:
         "keep what clients store (responses, chats, files, …) in this file; default: nothing is stored",
     )
     store_limit: int = option(
-        4 * GIB, "the most that is stored; more deletes what was not used longest", least=16 * MIB
+        4 * GIB,
+        "the most that is stored; more deletes what was not used longest",
+        least=16 * MIB,
+        needs="store",
     )
     store_max_age: int = option(
-        30 * DAY_S, "what was not used for so long is deleted: 30d, 12h, or seconds", least=60
+        30 * DAY_S, "what was not used for so long is deleted: 30d, 12h, or seconds", least=60, needs="store"
     )
     store_key: str | None = option(
-        None, "encrypt what is stored with the key in this file, 64 hexadecimal digits"
+        None, "encrypt what is stored with the key in this file, 64 hexadecimal digits", needs="store"
     )
     mcp_server: tuple[str, ...] = option(
         (), "LABEL=URL: an MCP server with tools that clients and the page may call; may be repeated"
     )
     mcp_token: tuple[str, ...] = option((), "LABEL=TOKEN: a bearer for that MCP server; may be repeated")
-    mcp_timeout_s: float = option(60.0, "seconds that an MCP server gets for a list of tools or one call")
+    mcp_timeout_s: float = option(
+        60.0, "seconds that an MCP server gets for a list of tools or one call", needs="mcp_server"
+    )
     otlp_endpoint: str | None = option(None, "send a trace of each request there, over OTLP and HTTP")
 
     def __post_init__(self) -> None:
@@ -387,10 +359,6 @@ class ServerConfig:
                 raise ConfigError(f"{name}: {getattr(self, name)} is not a positive number of seconds")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("tls_cert and tls_key: give both, or none of them")
-        if self.kv_events is None and (self.kv_events_replay or self.kv_events_topic):
-            raise ConfigError("kv_events: it is needed for its other options; give --kv-events tcp://*:5557")
-        if self.store_key is not None and self.store is None:
-            raise ConfigError("store_key: there is no store to encrypt; give --store PATH, too")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError(f"root_path: {self.root_path!r} must begin with / and not end with one")
 

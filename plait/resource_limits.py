@@ -22,10 +22,15 @@ NO_LIMIT = 1 << 60  # bytes; cgroup v1 writes "none" as the largest number of pa
 
 def physical_cores(root: Path = ROOT) -> int:
     """Physical cores this process may run on: two threads of one core share its units and count once."""
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(usable_cpus())
     topology = root / "sys/devices/system/cpu"
     siblings = {read_text(topology / f"cpu{n}/topology/thread_siblings_list") or str(n) for n in allowed}
     return max(len(siblings), 1)
+
+
+def usable_cpus() -> int:
+    """Logical CPUs this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
@@ -49,6 +54,16 @@ def default_threads(root: Path = ROOT) -> tuple[int, str]:
     if quota is None:
         return cores, why
     return max(min(cores, int(quota)), 1), f"{why}, a CPU quota of {quota:.3g}"
+
+
+def describe_crowding(threads: int, root: Path = ROOT) -> str | None:
+    """Why so many threads are too many for this process's CPUs, or None: they are not."""
+    count = f"{threads} thread{'s'[: threads != 1]}"
+    if (cpus := usable_cpus()) < threads:
+        return f"{count} on {cpus} CPU{'s'[: cpus != 1]}: they wait for each other"
+    if (quota := cpu_quota(root)) is not None and quota < threads:
+        return f"{count} share a CPU quota of {quota:.3g}: they are stopped in turns, and wait"
+    return None
 
 
 def memory_limit(root: Path = ROOT) -> int | None:

@@ -19,8 +19,10 @@ from plait.errors import ConfigError
         ({"ssm_mode": "fast"}, "ssm_mode"),
         ({"a_source": "file"}, "a_source"),
         ({"max_num_seqs": "8"}, "max_num_seqs: '8' is not a whole number"),
+        ({"max_model_len": 1}, "max_model_len: 1 is less than 2"),
         ({"max_model_len": 1.5}, "max_model_len: 1.5 is not a whole number"),
         ({"max_num_seqs": 0}, "max_num_seqs: 0 is less than 1"),
+        ({"cache_disk_limit": 1 << 30}, "cache_disk_limit: it needs cache_disk"),
         ({"block_size": 12}, "12 is not a power of two"),
         ({"max_num_batched_tokens": 4, "max_num_seqs": 8}, "must be at least max_num_seqs"),
     ],
@@ -46,6 +48,11 @@ def test_an_engine_option_that_cannot_be_is_refused_by_name(options: dict[str, A
         {"stream_interval": 4.0},
         {"stream_interval": True},
         {"stream_interval": "8"},
+        {"store_limit": 1 << 30},
+        {"store_max_age": 3600},
+        {"store_key": "x"},
+        {"mcp_timeout_s": 5.0},
+        {"kv_events_replay": "tcp://*:5558"},
     ],
 )
 def test_a_server_option_that_cannot_be_is_refused_by_name(options: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from plait.errors import OutOfMemory
 from plait.resource_limits import (
     cpu_quota,
     default_threads,
+    describe_crowding,
     free_memory,
     is_free,
     is_memory_error,
@@ -65,6 +66,22 @@ def system(root: Path, group: str, mounts: str, **files: str) -> Path:
 def test_a_system_without_control_groups_has_no_limits(tmp_path: Path, four_cores: None) -> None:
     assert (cpu_quota(tmp_path), memory_limit(tmp_path), free_memory(tmp_path)) == (None, None, None)
     assert default_threads(tmp_path) == (4, "4 physical cores")
+
+
+@pytest.mark.parametrize(
+    ("threads", "quota", "words"),
+    [
+        (4, "max", None),
+        (999, "max", "999 threads on 4 CPUs"),
+        (4, "250000", "share a CPU quota of 2.5"),
+        (2, "250000", None),
+    ],
+)
+def test_more_threads_than_cpus_are_too_many(
+    tmp_path: Path, four_cores: None, threads: int, quota: str, words: str | None
+) -> None:
+    found = describe_crowding(threads, system(tmp_path, "0::/", V2, **{"cpu.max": f"{quota} 100000"}))
+    assert found is None if words is None else words in (found or "")
 
 
 def test_two_threads_of_a_core_are_one_core(tmp_path: Path, four_cores: None) -> None:

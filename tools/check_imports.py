@@ -25,8 +25,17 @@ SIBLINGS = {
     "cli": "one per command",
 }
 TIERS = (
-    {"errors", "config", "cache_folder", "fair_queue", "resource_limits", "typed_values", "version"},
-    {"spec", "request", "sampling_fields", "memory", "partition"},
+    {
+        "errors",
+        "option_fields",
+        "config",
+        "cache_folder",
+        "fair_queue",
+        "resource_limits",
+        "typed_values",
+        "version",
+    },
+    {"spec", "request", "sampling_fields", "memory", "partition", "unread_options"},
     {"quant", "ops", "kernels"},
     {"checkpoint", "families", "state", "model"},
     {"schedule", "runner", "text"},
@@ -37,10 +46,12 @@ TIERS = (
     {"server", "cluster", "bench", "cli", "__main__"},
 )
 SIDEWAYS = {
-    "config": {"errors"},
+    "option_fields": {"errors"},
+    "config": {"errors", "option_fields"},
     "fair_queue": {"errors"},
     "request": {"sampling_fields", "spec"},
     "partition": {"spec"},
+    "unread_options": {"memory"},
     "ops": {"quant"},
     "kernels": {"ops", "quant"},
     "families": {"checkpoint.names"},
@@ -53,8 +64,17 @@ SIDEWAYS = {
 }
 # The front process holds none of a model: what runs in it must not load torch.
 NO_TORCH = (
-    *("errors", "config", "cache_folder", "fair_queue", "resource_limits", "typed_values", "version"),
-    *("spec", "request", "sampling_fields", "memory", "partition"),
+    *(
+        "errors",
+        "option_fields",
+        "config",
+        "cache_folder",
+        "fair_queue",
+        "resource_limits",
+        "typed_values",
+        "version",
+    ),
+    *("spec", "request", "sampling_fields", "memory", "partition", "unread_options"),
     *(
         "state.blocks",
         "state.prefix_tree",

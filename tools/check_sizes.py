@@ -21,7 +21,7 @@ KERNEL_FILE_LINES, KERNEL_FUNCTION_LINES = 600, 150
 # Lines of each folder of plait/ (".": its own modules): what there is, and 3 % of air. A cap falls when
 # lines go; it is raised in a commit of its own that says why, or not at all.
 CAPS = {
-    ".": 2_140,
+    ".": 2_270,
     "bench": 4_250,
     "checkpoint": 5_520,
     "cli": 6_340,
@@ -43,7 +43,7 @@ CAPS = {
     "state": 2_100,
     "text": 9_540,
     "verify": 3_200,
-    "worker": 2_420,
+    "worker": 2_460,
 }
 
 # Lines of plait/ with `Any` (its imports, too) or typing's `cast`. It falls when they go, and is not raised:

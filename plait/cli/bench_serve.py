@@ -23,6 +23,8 @@ from plait.cli.common.options import (
     write_json,
 )
 from plait.cli.common.progress import Status, console
+from plait.cli.common.unread_flags import refuse_unread
+from plait.config import EngineConfig, option_names
 from plait.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -144,6 +146,17 @@ def serve(as_json: bool, plot: Path | None, **given: object) -> None:
     from plait.bench.serve.report import serve_report, write_serve_plot
     from plait.bench.serve.run import bench_serve
 
+    has_rate = given["request_rate"] != math.inf
+    refuse_unread(
+        (
+            bool(given["base_urls"]),
+            ("cpu", *option_names(EngineConfig)),
+            "--base-url names a server that runs",
+        ),
+        (not has_rate, ("burst", "burstiness"), "without --request-rate all requests come at once"),
+        (bool(given["dataset"]), ("input_len", "prefix_share", "prefix_groups"), "--dataset has the texts"),
+        (not given["prefix_share"], ("prefix_groups",), "no text is shared without --prefix-share"),
+    )
     with Status("measuring") as status:
         result = bench_serve(_job(given), status.say)
     if plot is not None:

@@ -16,6 +16,7 @@ import click
 from plait.cli.common.format_model import bytes_text
 from plait.cli.common.options import Bytes, common_options, engine_option
 from plait.cli.common.progress import LoadingBar
+from plait.cli.common.unread_flags import refuse_unread
 
 if TYPE_CHECKING:
     from plait.convert.compare_quality import Comparison
@@ -67,7 +68,7 @@ def convert(model: str, out: Path, overrides: tuple[str, ...], **given: Any) -> 
 
     Tokenizer and chat template come along. OUT appears when it is whole; memory stays far below the model's.
     """
-    from plait.convert.convert import Order, convert_model, count_text
+    from plait.convert.convert import Order, choose_form, convert_model, count_text
 
     if given["lora"] is not None and given["verify"]:
         raise click.UsageError(
@@ -86,6 +87,7 @@ def convert(model: str, out: Path, overrides: tuple[str, ...], **given: Any) -> 
         given["plugins"],
         given["lora"],
     )
+    refuse_unread((choose_form(order) == "gguf", ("max_shard",), "a GGUF is one file"))
     started = time.perf_counter()
     with end_by_signals(), LoadingBar("converting") as shown:
         result = convert_model(order, shown.update)

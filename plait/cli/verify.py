@@ -24,6 +24,7 @@ from plait.cli.common.options import (
     write_json,
 )
 from plait.cli.common.progress import LoadingBar, Status
+from plait.cli.common.unread_flags import refuse_in_verify
 from plait.cli.common.verify_effects import HAPPENED, NOTHING
 from plait.cli.info import make_heading
 from plait.config import EngineConfig
@@ -147,14 +148,15 @@ def verify(
     if add_missing and (certificate is None or cell is not None):
         raise click.UsageError("--add-missing is about the file of --certificate; name one, and no --cell")
     config = EngineConfig(**engine_settings({**given, **OWN_SETTINGS}))
+    made_up = None if model else family or certificate or cell
+    refuse_in_verify(family, made_up, cell, has_ranks=config.num_ranks > 1)
     if family is not None:
         if model is not None:
             raise ConfigError("--family makes up a model of its own; leave MODEL out")
         return run_family(family, config, keep, as_json)
-    if model is None and (certificate is not None or (cell is not None and keep is None)):
-        if cell is not None:
-            return run_cell(cell, config, certificate, as_json)
-        assert certificate is not None
+    if model is None and cell is not None and (certificate is not None or keep is None):
+        return run_cell(cell, config, certificate, as_json)
+    if model is None and certificate is not None:
         return run_certificate(certificate, config, tokens, as_json, keeps_others=add_missing)
     if certificate is not None:
         raise ConfigError("--certificate makes up models of its own; leave MODEL out")

@@ -6,8 +6,9 @@ import math
 import re
 from dataclasses import dataclass, fields, replace
 
-from plait.config import EngineConfig, ServerConfig, check_fields, option
+from plait.config import EngineConfig, ServerConfig
 from plait.errors import ConfigError
+from plait.option_fields import check_fields, option
 
 RANGE = re.compile(r"(\d{1,5})(?:\.\.(\d{1,5}))?")
 # Options of `plait serve` that a gateway behind Ray Serve's proxy cannot keep, and what to do instead.

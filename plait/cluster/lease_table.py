@@ -94,8 +94,7 @@ class LeaseTable:
         """End a request, or one of its choices; one that no replica computes ends at once."""
         if (stream := self._streams.get(request_id)) is None:
             return
-        for i, part in stream.parts.items():
-            part.is_cancelled |= index is None or i == index
+        stream.cancel(index)
         if stream.lease is None:
             stream.end_cancelled()
         else:
@@ -389,5 +388,5 @@ def _read_event(message: EventMessage, lease: Lease) -> Event | None:
 def _is_loss(event: Event, part: ChoiceEntry) -> bool:
     """Whether an end says that the engine has gone, and not that the choice is done."""
     if event.finish_reason == "cancelled":
-        return not part.is_cancelled  # no client requested it: the replica is closing
+        return part.cancelled_as is None  # no client requested it: the replica is closing
     return event.finish_reason == "error" and isinstance(event.error, EngineLost)

@@ -58,7 +58,7 @@ class Engine:
     ) -> None:
         self.runner, self.scheduler, self.speculation, self.clock = runner, scheduler, speculation, clock
         self.limits, self._maker = RequestLimits(vocab_size, max_model_len), SequenceMaker()
-        self.metrics, self.adapters, self.guided = Metrics(scheduler), no_adapters(), guided
+        self.metrics, self.adapters, self.guided = Metrics(scheduler, clock), no_adapters(), guided
         self._requests: dict[str, OpenRequest] = {}
         self._choices: dict[int, OpenChoice] = {}  # by sequence id
         self._is_audited = True

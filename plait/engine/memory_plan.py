@@ -18,6 +18,7 @@ from plait.schedule.allocation import Allocation, num_window_blocks
 from plait.schedule.costs import SchedulerLimits
 from plait.schedule.pools import CacheOptions
 from plait.schedule.scheduler import Scheduler
+from plait.unread_options import list_unread
 
 DEFAULT_SHARE = 0.5  # of the memory that is free on a CPU when the weights are loaded
 SNAPSHOT_SHARE = 0.25  # of the limit, at most, for snapshots of recurrent state
@@ -42,7 +43,7 @@ class Sizing(Struct, frozen=True):
     """The state memory of an engine. `num_slots` holds the garbage slot; 0: no mixer has recurrent state.
 
     `num_snapshots` of the slots are beyond what running sequences need. `host_nbytes`: the most host memory
-    for what leaves the device. `notes`: what was made smaller than a default, and why.
+    for what leaves the device. `notes`: what was made smaller than a default, or is not read, and why.
     """
 
     max_model_len: int
@@ -149,6 +150,7 @@ def size_state(
     share = DEFAULT_SHARE if free_host is None else config.gpu_memory
     limit, state = config.memory_limit or int(free_memory * share), _StateMemory(model, config)
     requested, notes = _length(model, config)
+    notes += list_unread(config, model.states, causal=model.causal, is_on_gpu=free_host is not None)
     length = state.fitting_length(requested, limit)
     if length < requested:
         if config.max_model_len is not None or length < 1:

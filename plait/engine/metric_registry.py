@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from plait.engine.metrics import Family
 
 ANSWER_S = 1.0  # an engine answers between two steps; without an answer, the last one counts
+SampleKey = tuple[str, tuple[tuple[str, str], ...]]  # name, labels
 SUMMED = frozenset({"counter", "histogram"})
 
 
@@ -45,13 +46,20 @@ class RemoteMetrics(Collector):
     """The families that an engine in another process last reported. Totals go on when it is replaced.
 
     `ask(number)` requests a report; False: there is no engine. `of_front`: restarts, and whether it is up.
+    `ended`: choices that ended by their reason, if the front counts them. An engine that is killed cannot
+    report the last of them.
     """
 
-    def __init__(self, ask: Callable[[int], bool], of_front: Callable[[], tuple[int, bool]]) -> None:
-        self._ask, self._of_front = ask, of_front
+    def __init__(
+        self,
+        ask: Callable[[int], bool],
+        of_front: Callable[[], tuple[int, bool]],
+        ended: Callable[[], Mapping[str, int]] | None = None,
+    ) -> None:
+        self._ask, self._of_front, self._ended = ask, of_front, ended
         self._arrived = threading.Condition()
         self._families: Sequence[Family] = ()  # of the last report
-        self._past: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}  # totals of ended engines
+        self._past: dict[SampleKey, float] = {}  # totals of ended engines
         self._is_past = False  # the engine of the last report has ended, and is in `_past`
         self._number = self._answered = 0
 
@@ -61,13 +69,18 @@ class RemoteMetrics(Collector):
             self._families, self._answered, self._is_past = families, number, False
             self._arrived.notify_all()
 
-    def keep(self) -> None:
-        """The engine has ended: add its totals to those of earlier engines."""
+    def keep(self, last: Mapping[str, int]) -> None:
+        """The engine has ended: add its totals to earlier ones. `last`: some of them as of its end."""
         with self._arrived:
+            totals: dict[SampleKey, float] = {}
             for _, _, kind, samples in () if self._is_past else self._families:
                 for name, labels, value in samples if kind in SUMMED else ():
-                    sample = (name, tuple(labels.items()))
-                    self._past[sample] = self._past.get(sample, 0.0) + value
+                    totals[name, tuple(labels.items())] = value
+            for name, count in last.items():
+                sample = f"plait_{name.removeprefix('num_')}_total", ()
+                totals[sample] = max(totals.get(sample, 0.0), count)
+            for key, value in totals.items():
+                self._past[key] = self._past.get(key, 0.0) + value
             self._is_past = True
 
     def collect(self) -> Iterator[Metric]:
@@ -88,9 +101,12 @@ class RemoteMetrics(Collector):
     def _current(self) -> Iterator[Metric]:
         for name, about, kind, samples in self._families:
             family = Metric(name, about, kind)
+            ended = self._ended() if self._ended and name == "plait_requests" else None
             for sample, labels, value in samples:
                 now = 0.0 if self._is_past else value
-                if kind in SUMMED:
+                if ended is not None:
+                    now = float(ended.get(labels["finish_reason"], 0))
+                elif kind in SUMMED:
                     now += self._past.get((sample, tuple(labels.items())), 0.0)
                 family.add_sample(sample, labels, now)
             yield family

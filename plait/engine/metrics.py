@@ -8,8 +8,9 @@ values here: Prometheus' client takes a twentieth of a startup, and many engines
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, get_args
 
 from plait.engine.waiting_work import ReplyDuration, estimate_waiting_s
@@ -92,12 +93,12 @@ class Metrics:
     Totals start at zero with the engine and only grow.
     """
 
-    def __init__(self, scheduler: SchedulerCounts) -> None:
+    def __init__(self, scheduler: SchedulerCounts, clock: Callable[[], float] = time.monotonic) -> None:
         self._scheduler = scheduler
         self.num_steps = self.num_steps_ahead = self.num_failed_steps = self.num_repairs = 0
         self.num_prompt_tokens = self.num_cached_tokens = self.num_output_tokens = 0
         self.num_drafted_tokens = self.num_accepted_tokens = 0
-        self.reply_duration = ReplyDuration()
+        self.reply_duration = ReplyDuration(clock)
         self._ended: dict[str, int] = dict.fromkeys(get_args(FinishReason), 0)
         made = [Histogram(f"plait_{name}", about, bounds) for name, about, bounds in HISTOGRAMS]
         self._histograms, (self._first_token, self._gap, self._whole, self._queue) = made, made[:4]
@@ -125,6 +126,7 @@ class Metrics:
         """Count the first tokens of a choice, `seconds` after its arrival; accepted drafts come with them."""
         self.num_output_tokens += num_tokens
         self._first_token.observe(seconds)
+        self.reply_duration.begin()
         if num_tokens > 1:
             self._gap.observe(0.0, num_tokens - 1)
 

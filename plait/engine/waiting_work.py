@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from plait.request import RequestTrace
 
 TOKENS_PER_S = 500.0  # of prompts, of an engine that has measured nothing yet
@@ -9,21 +12,34 @@ NEWEST_SHARE = 1 / 16  # of the newest reply in the average of how long replies 
 
 
 class ReplyDuration:
-    """How long a choice runs from its first token to its end: an average of the latest, in seconds.
+    """Seconds that a choice runs, from its first token to its end. One that broke off does not count."""
 
-    It is 0 before the first end. One that broke off does not count.
-    """
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._average_s = clock, 0.0
+        self._first_s: float | None = None  # the first token of a choice that runs, while none has ended
 
-    def __init__(self) -> None:
-        self.average_s = 0.0
+    @property
+    def average_s(self) -> float:
+        """Of the latest; before the first end, the seconds that one has run already."""
+        if self._average_s or self._first_s is None:
+            return self._average_s
+        return max(self._clock() - self._first_s, 0.0)
+
+    def begin(self) -> None:
+        """Count a choice with its first token."""
+        if self._first_s is None:
+            self._first_s = self._clock()
 
     def observe(self, trace: RequestTrace) -> None:
         """Count a choice that has ended."""
-        if trace.first_token_s is None or trace.finish_reason not in {"stop", "length"}:
+        if trace.first_token_s is None:
+            return
+        if trace.finish_reason not in {"stop", "length"}:
+            self._first_s = None  # it may have been this one
             return
         seconds = max(trace.finish_s - trace.first_token_s, 0.0)
-        share = NEWEST_SHARE if self.average_s else 1.0
-        self.average_s += share * (seconds - self.average_s)
+        share = NEWEST_SHARE if self._average_s else 1.0
+        self._average_s += share * (seconds - self._average_s)
 
 
 def estimate_waiting_s(

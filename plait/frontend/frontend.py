@@ -40,6 +40,7 @@ from plait.text.grammar.checker import GrammarChecker
 from plait.text.grammar.request_fields import grammar_from
 from plait.text.reply_format import ReplyFormat
 from plait.text.tokenizers.tokenizer import Tokenizer
+from plait.unread_options import list_unread_text
 
 log = logging.getLogger("plait")
 
@@ -109,6 +110,9 @@ class Front:
         self.grammars = None
         if self.tokenizer:
             self.grammars = GrammarChecker(self.tokenizer, spec.vocab_size, ends=self.stop_token_ids)
+        texts = {"generates": self.head.generates, "has_template": language.chat_template is not None}
+        for note in list_unread_text(config, parsers.tools, parsers.reasoning, **texts):
+            log.warning("%s", note)
         self._seeds, self._words = random.SystemRandom(), WordRules(self.tokenizer)
         self._bridges = LoopBridges()
         self.reply_digest = ""  # see `frontend.reply_digest`; "": it was not measured

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -40,7 +41,6 @@ from plait.runner.graph_backends import CudaGraphs, TorchGraphs
 from plait.runner.ranks.group_comm import GroupComm
 from plait.version import __version__
 
-FOR_CPUS = ("precise", "prefill", "isa")  # options that change what kernels on a CPU compute
 log = logging.getLogger("plait")
 
 
@@ -82,10 +82,8 @@ def make_target(
     if (ranks := target.comm.rank.size) > 1 and not config.threads:
         threads, found = max(1, threads // ranks), f"{found}, divided among {ranks} ranks"
     log.info("threads: %d (%s)", threads, found)
-    if (quota := resource_limits.cpu_quota()) is not None and quota < threads:
-        log.warning(
-            "threads: %d share a CPU quota of %.3g: they are stopped in turns, and wait", threads, quota
-        )
+    if too_many := resource_limits.describe_crowding(threads * target.comm.rank.size):
+        log.warning("threads: %s", too_many)
     cache_dir = Path(config.cache_dir) if config.cache_dir else None
     load_kernels(cache_dir=cache_dir, isa=config.isa)
     target.activations = activations(config)
@@ -122,9 +120,6 @@ def check_device(config: EngineConfig, device: torch.device) -> None:
         return
     if config.cache_disk is not None:
         raise ConfigError(NO_DISK)
-    usual = EngineConfig()
-    if unread := [name for name in FOR_CPUS if getattr(config, name) != getattr(usual, name)]:
-        log.warning("%s: for CPUs alone, without effect on %s", ", ".join(unread), device)
 
 
 def check_kept(config: EngineConfig, chip: Chip | None) -> None:
@@ -142,7 +137,7 @@ def check_kept(config: EngineConfig, chip: Chip | None) -> None:
 
 
 def choose_rank(opened: Opened) -> Rank:
-    """Rank 0 of as many as the options say. Raises CannotDivide, before any weight is read.
+    """Rank 0 of as many as the options say. Raises CannotDivide and ConfigError, before any weight is read.
 
     With `--deterministic` sums are divided into the model's own number of shares, on one rank, too.
     """
@@ -163,7 +158,10 @@ def choose_rank(opened: Opened) -> Rank:
             )
         shares = 0 if shares == 1 else shares
     rank = Rank(0, size, shares, block, config.expert_parallel)
-    divide_model(spec, rank)
+    divided = divide_model(spec, rank)
+    with suppress(CannotDivide):
+        if config.expert_parallel and divided == divide_model(spec, replace(rank, whole_experts=False)):
+            raise ConfigError("expert_parallel: this model has no experts to divide; leave it out")
     return rank
 
 

@@ -20,6 +20,7 @@ import uvicorn
 from plait.config import EngineConfig, ServerConfig
 from plait.errors import ConfigError
 from plait.server.app import create_app
+from plait.server.check_options import check_options
 from plait.server.gateway import tracing
 from plait.server.gateway.access_log import LogWriter, follow, start_log
 from plait.server.gateway.middleware import Traffic
@@ -28,7 +29,6 @@ from plait.server.gateway.served_models import ServedModels
 from plait.server.http import connection, listening, transfer
 from plait.server.http.address_file import ServerAddress, local_address, remove_address, write_address
 from plait.server.http.connection import READ_BYTES, Reads
-from plait.server.http.hosts import is_loopback
 from plait.server.models.only import OnlyModel
 from plait.server.store.store import open_store
 from plait.server.stored.state import StoredState
@@ -84,12 +84,7 @@ def run_server(
             publisher.follow(front.loop, server.served_model_name or front.name)
         return front
 
-    has_keys = bool(server.api_key or server.api_key_file)
-    if engine.lora_folder is not None and not has_keys and not is_loopback(server.host):
-        raise ConfigError(
-            "lora_folder: on an address that others reach, requests may change adapters only with a key; set "
-            "--api-key or --api-key-file"
-        )
+    check_options(engine, server)
     log = start_log(server)
     allow_files(server.max_connections + SPARE_FILES)
     publisher = None

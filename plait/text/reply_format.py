@@ -69,11 +69,10 @@ class ReplyFormat:
         ids = tokenizer.special_ids if tokenizer else frozenset[int]()
         self._special = {tokenizer.token_text(i): i for i in ids} if tokenizer else {}
         self._ends = {tokenizer.token_text(i) for i in tokenizer.eos_token_ids} if tokenizer else set[str]()
-        known = template is not None
-        self.tools: ToolFormat | None = tool_format(self._source, self._special, tools) if known else None
-        self.reasoning: ReasoningFormat | None = None
-        if known:
-            self.reasoning = reasoning_format(self._source, self._special, reasoning)
+        found = tool_format(self._source, self._special, tools)
+        thinking = reasoning_format(self._source, self._special, reasoning)
+        self.tools: ToolFormat | None = found if template else None
+        self.reasoning: ReasoningFormat | None = thinking if template else None
 
     def history(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Messages as the model's template takes them."""

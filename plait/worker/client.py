@@ -34,7 +34,8 @@ from plait.worker.child_process import Spawned
 from plait.worker.start_process import StartedProcess
 from plait.worker.supervisor import CLOSE_GRACE_S, Patience, Supervisor
 
-SUMS = ("num_steps", "num_prompt_tokens", "num_output_tokens", "num_preemptions", "num_swaps")
+COUNTED = ("num_steps", "num_prompt_tokens", "num_output_tokens")  # as `/metrics` names them
+SUMS = (*COUNTED, "num_preemptions", "num_swaps")
 ASK_AGAIN_S = 0.5  # between two checks whether a caller still waits for a model that is loading
 Report = Callable[[str, int, int], None]
 OnPrefixes = Callable[[PrefixChanges], None]
@@ -75,6 +76,7 @@ class EngineProcess:
         self._collected = RemoteMetrics(
             lambda number: self.healthy and self._supervisor.mailbox.put(lambda s: s.ask_counts(number)),
             lambda: (self.num_restarts, self.healthy),
+            lambda: self._supervisor.requests.num_ended,
         )
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self._collected)
@@ -280,7 +282,6 @@ class EngineProcess:
             engine.send(protocol.FollowPrefixes())
 
     def on_down(self) -> None:
-        self._collected.keep()
         why = "the engine ended before it had changed the adapter; try again later"
         self._fail_changes(EngineRestarting(why))
         if self._on_prefixes is not None:
@@ -290,6 +291,7 @@ class EngineProcess:
             self._progress = protocol.ProgressReport("starting another engine", 0, 1)
             for name in SUMS:
                 self._past_sums[name] += last.get(name, 0)
+        self._collected.keep({name: last.get(name, 0) for name in COUNTED})
 
     # `on_charged`, of `Watcher` too, is an attribute: a replica of a cluster puts its own function there.
 

@@ -7,8 +7,9 @@ which engine has a request, and in how its end is judged. Not thread-safe.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from msgspec import Struct, structs
 
@@ -25,7 +26,8 @@ class ChoiceEntry(Struct):
     token_ids: list[int] = []
     num_cached_tokens: int = 0
     first_token_s: float | None = None
-    is_cancelled: bool = False
+    last_token_s: float = 0.0
+    cancelled_as: FinishReason | None = None  # the reason that its engine was to end it with
     num_on_trial: int = 0  # tokens since an engine last received its request
     mirostat_mu: float | None = None
 
@@ -53,6 +55,7 @@ class OpenStream:
     `arrival_s`: on the clock of its table. `is_resumed`: an engine that had it has ended. `has_failed`: its
     reader raised; it gets no more events, and the engine must end the request. `release`: gives its place
     back, before the reader gets the last event, because the reader may send another request at once.
+    `num_ended`: counts choices, of all streams that share it, by their finish reason.
     """
 
     key: int
@@ -63,6 +66,7 @@ class OpenStream:
     is_resumed: bool = False
     has_failed: bool = False
     release: Callable[[], None] = lambda: None
+    num_ended: Counter[str] = field(default_factory=Counter)
 
     @property
     def num_tokens(self) -> int:
@@ -91,8 +95,8 @@ class OpenStream:
         part.num_cached_tokens = event.num_cached_tokens
         if event.trace is not None and self.is_resumed:
             event = structs.replace(event, trace=_whole_trace(event.trace, part))
-        if event.token_ids and part.first_token_s is None:
-            part.first_token_s = now
+        if event.token_ids:
+            part.first_token_s, part.last_token_s = part.first_token_s or now, now
         part.token_ids += event.token_ids
         if event.mirostat_mu is not None:
             part.mirostat_mu = event.mirostat_mu
@@ -103,6 +107,7 @@ class OpenStream:
         """Pass an event to the reader as it is; the last one of a choice ends it."""
         if event.finish_reason is not None:
             self.parts.pop(event.index, None)
+            self.num_ended[event.finish_reason] += 1
             if not self.parts:
                 self.release()
         try:
@@ -113,20 +118,48 @@ class OpenStream:
             self.on_event = lambda _: None
             self.has_failed = True
             for part in self.parts.values():
-                part.is_cancelled = True
+                part.cancelled_as = "cancelled"
+
+    def cancel(self, index: int | None) -> None:
+        """Note that every open choice is to end, or one: that one by a stop string, as engines take it."""
+        for i, part in self.parts.items():
+            if index is None or i == index:
+                part.cancelled_as = part.cancelled_as or ("cancelled" if index is None else "stop")
 
     def end(self, error: Exception | None = None, index: int | None = None) -> None:
-        """End every open choice, or one: with this error, or as cancelled."""
+        """End every open choice, or one: with this error, or as cancelled.
+
+        No engine reports of it, so its trace, for the log and the key's limits, is what is known here.
+        """
         reason: FinishReason = "cancelled" if error is None else "error"
         for i in [*self.parts]:
             if index is None or i == index:
-                self.emit(Event(self.request.id, i, finish_reason=reason, error=error))
+                self._end_choice(i, reason, error)
+
+    def _end_choice(self, index: int, reason: FinishReason, error: Exception | None = None) -> None:
+        trace = self._trace_of(index, reason) if self.parts[index].token_ids else None
+        self.emit(Event(self.request.id, index, finish_reason=reason, error=error, trace=trace))
+
+    def _trace_of(self, index: int, reason: FinishReason) -> RequestTrace:
+        part = self.parts[index]
+        return RequestTrace(
+            request_id=self.request.id,
+            index=index,
+            arrival_s=self.arrival_s,
+            first_scheduled_s=part.first_token_s,
+            first_token_s=part.first_token_s,
+            finish_s=part.last_token_s or self.arrival_s,
+            finish_reason=reason,
+            num_prompt_tokens=len(self.request.prompt_token_ids),
+            num_cached_tokens=part.num_cached_tokens,
+            num_output_tokens=len(part.token_ids),
+        )
 
     def end_cancelled(self) -> None:
         """End the choices that were cancelled: the engine that was to end them has ended itself."""
         for i, part in [*self.parts.items()]:
-            if part.is_cancelled:
-                self.end(index=i)
+            if part.cancelled_as is not None:
+                self._end_choice(i, part.cancelled_as)
 
     def overdue(self, now: float, meanwhile: str) -> DeadlineExceeded | None:
         """The error of a request that is past its time limit. `meanwhile`: what else happened, or ""."""

@@ -6,6 +6,7 @@ engine are tried one after the other at first, until each is past the place. Not
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,6 +45,7 @@ class RequestTable:
         self._keys: dict[str, int] = {}
         self._on_trial: RequestEntry | None = None
         self._num_added = 0
+        self.num_ended: Counter[str] = Counter()  # choices, by their finish reason
         self.unread: list[int] = []  # keys of requests with failed readers: the engine must end them
 
     def __len__(self) -> int:
@@ -53,6 +55,7 @@ class RequestTable:
         """Record a new request. One with the id of an open request is refused, by events."""
         self._num_added += 1
         entry = RequestEntry(self._num_added, request, on_event, arrival_s, begin_choices(request))
+        entry.num_ended = self.num_ended
         if request.id in self._keys:
             entry.end(InvalidField(f"request id {request.id!r} is in use by an open request", "id"))
             return
@@ -95,8 +98,7 @@ class RequestTable:
         entry = self._entries.get(self._keys.get(request_id, 0))
         if entry is None:
             return None
-        for i, part in entry.parts.items():
-            part.is_cancelled |= index is None or i == index
+        entry.cancel(index)
         if entry.is_sent:
             return entry.key
         entry.end_cancelled()

@@ -42,6 +42,18 @@ def test_the_result_is_one_json_object_in_vllms_words(plait: Run, url: str) -> N
     assert side["output_lens"] == [5] * 4
 
 
+def test_options_without_effect_are_refused(plait: Run, url: str) -> None:
+    for given, text in (
+        (("--cpu",), "--cpu has no effect: --base-url names a server that runs"),
+        (("--threads", "2"), "--threads has no effect: --base-url names a server that runs"),
+        (("--burstiness", "2"), "--burstiness has no effect: without --request-rate"),
+        (("--prefix-groups", "2"), "--prefix-groups has no effect: no text is shared"),
+    ):
+        done = plait("bench", "serve", "--base-url", url, *LOAD, *given)
+        assert done.code == 2
+        assert text in done.err
+
+
 def test_the_table_compares_servers_and_a_page_draws_them(plait: Run, url: str, tmp_path: Path) -> None:
     page = tmp_path / "load.html"
     given = ("--base-url", url, "--base-url", url, *LOAD, "--endpoint", "completions", "--plot", str(page))
@@ -58,7 +70,9 @@ def test_the_table_compares_servers_and_a_page_draws_them(plait: Run, url: str, 
 def test_errors_are_reported_with_an_example(plait: Run, url: str, tmp_path: Path) -> None:
     chats = tmp_path / "chats.jsonl"
     chats.write_text('{"messages": [{"role": "user", "content": "BOOM"}]}')
-    done = plait("bench", "serve", "--base-url", url, *LOAD, "--dataset", str(chats), "--warm-up", "0")
+    done = plait(
+        "bench", "serve", "--base-url", url, "--num-prompts", "4", "--dataset", str(chats), "--warm-up", "0"
+    )
     assert done.code == 0, done.err
     assert "4 × in stream: " in done.out
     assert "the engine failed here" in done.out

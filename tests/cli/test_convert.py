@@ -52,6 +52,7 @@ def test_readers_of_the_file_are_named_and_the_file_is_a_model_like_any_other(
             2,
             "only GGUF has this storage (OUT.gguf); --to safetensors holds int4, fp8, f32, f16, bf16",
         ),
+        (["MODEL", "a.gguf", "--max-shard", "1G"], 2, "--max-shard has no effect: a GGUF is one file"),
         (["MODEL"], 2, "Missing argument 'OUT'"),
     ],
 )

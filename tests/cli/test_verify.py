@@ -112,6 +112,21 @@ def test_what_the_matrix_sets_itself_is_no_option(plait: Run) -> None:
         assert name not in shown
 
 
+@pytest.mark.parametrize(
+    ("given", "flag"),
+    [
+        (["m.gguf", "--tokens", "9"], "--tokens"),
+        (["m.gguf", "--tp", "2", "--quick"], "--quick"),
+        (["--certificate", "c.json", "--batch", "8"], "--batch"),
+        (["--family", "qwen2", "--cell", "x"], "--cell"),
+    ],
+)
+def test_an_option_that_is_not_read_is_refused(plait: Run, given: list[str], flag: str) -> None:
+    result = plait("verify", *given)
+    assert result.code == 2
+    assert f"{flag} has no effect: " in result.err
+
+
 @pytest.mark.parametrize(("text", "why"), [("[1, 2\n", "line 1"), ("\n\n", "has no prompt")])
 def test_a_file_without_prompts_is_refused(tmp_path: Path, text: str, why: str) -> None:
     path = tmp_path / "prompts.txt"

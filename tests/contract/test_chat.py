@@ -216,6 +216,7 @@ def test_the_openai_client_raises_what_it_should(openai: OpenAI, client: Any) ->
         {"response_format": {"type": "json_schema"}},
         {"response_format": {"type": "sound"}},
         {"modalities": ["audio"]},
+        {"moderation": {"model": "m"}},
         {"guided_json": {"if": {}}},
         {"chat_template": "{{ 1 }}"},
         {"chat_template_kwargs": {"messages": []}},

@@ -87,6 +87,19 @@ def test_what_the_scheduler_says_is_read_at_the_scrape() -> None:
     assert read(metrics)["plait_prefix_cache_lookups_total{hit}"] == 8
 
 
+def test_before_the_first_reply_has_ended_those_that_wait_wait_as_long_as_one_has_run() -> None:
+    now = [100.0]
+    metrics = Metrics(Books(), lambda: now[0])
+    metrics.count_first(1, 0.4)
+    now[0] += 8.0
+    prompts, places = 3.0, 4
+    assert read(metrics)["plait_waiting_seconds"] == prompts + 1 * 8.0 / places
+    metrics.count_end(trace("cancelled"))
+    assert read(metrics)["plait_waiting_seconds"] == prompts
+    metrics.count_end(trace("stop"))  # it ran for 2.8 s
+    assert read(metrics)["plait_waiting_seconds"] == pytest.approx(prompts + 2.8 / places)
+
+
 def test_every_label_is_there_from_the_start_so_that_rates_have_a_beginning() -> None:
     found = read(Metrics(Books()))
     causes = ("hit", "new", "evicted", "no_snapshot", "window", "short", "off")

@@ -109,6 +109,7 @@ def test_limits_of_control_groups_bound_threads_and_memory_and_are_logged(
     model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("plait.resource_limits.physical_cores", lambda *_: 4)
+    monkeypatch.setattr("plait.resource_limits.usable_cpus", lambda: 4)
     monkeypatch.setattr("plait.resource_limits.cpu_quota", lambda *_: 1.9)
     monkeypatch.setattr("plait.resource_limits._memory", lambda *_: [(1 << 30, 1 << 29)])
     before, limited = set(threading.enumerate()), {"device": "cpu", "max_num_seqs": 1, "prefix_cache": False}
@@ -117,7 +118,7 @@ def test_limits_of_control_groups_bound_threads_and_memory_and_are_logged(
     assert "threads: 1 (4 physical cores, a CPU quota of 1.9)" in caplog.text
     assert "control groups allow 1 GiB; 512 MiB can still be had" in caplog.text
     with LLM(str(model), **limited, threads=2):
-        assert "threads: 2 share a CPU quota of 1.9" in caplog.text
+        assert "threads: 2 threads share a CPU quota of 1.9" in caplog.text
 
 
 def test_a_vocabulary_that_is_not_the_models_is_named(model: Path, caplog: pytest.LogCaptureFixture) -> None:

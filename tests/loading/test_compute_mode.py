@@ -29,7 +29,7 @@ from plait.loading.kernel_trials.attempts import Attempt, KernelTrial, TrialChil
 from plait.loading.kernel_trials.child import answer, find_obstacle
 from plait.loading.kernel_trials.trials import prove_kernels
 from plait.loading.kernel_trials.verdicts import read_verdicts
-from plait.loading.target import check_device, take_verdicts
+from plait.loading.target import take_verdicts
 from plait.ops.chip import EXAMPLES
 from plait.runner.graph_backends import CudaGraphs
 
@@ -238,12 +238,3 @@ def test_what_no_gpu_does_is_refused_before_kernels_are_tried(
     monkeypatch.setattr(build_module, "find_cuts", lambda *_: pytest.fail("it goes on"))
     with pytest.raises(ConfigError, match="cache_disk: state on a GPU is not kept on the disk"):
         build(str(nano_hybrid), EngineConfig(cache_disk="states"), lambda *_: None, lambda opened: None)
-
-
-def test_options_for_cpus_are_named_on_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
-    check_device(EngineConfig(precise=True, isa="avx2"), torch.device("cuda", 1))
-    assert caplog.messages == ["precise, isa: for CPUs alone, without effect on cuda:1"]
-    caplog.clear()
-    check_device(EngineConfig(), torch.device("cuda", 1))
-    check_device(EngineConfig(precise=True), torch.device("cpu"))
-    assert not caplog.messages

@@ -176,7 +176,9 @@ def test_comments_do_not_disturb_the_openai_client(openai: OpenAI, monkeypatch: 
     assert "".join(chunk.choices[0].text for chunk in chunks) == "SLOW and slower"
 
 
-def test_a_client_that_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_reads_nothing_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(transfer, "SEND_TIMEOUT_S", 0.2)
     front = fake_front()
     with serving(front) as client, socket.socket() as sock:
@@ -185,9 +187,11 @@ def test_a_client_that_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch
         asked = body(PATHS[0], "x", stream=True, max_tokens=2000, ignore_eos=True, n=16, logprobs=20)
         raw = json.dumps(asked).encode()
         head = f"POST {PATHS[0]} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        sock.sendall(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
+        head += f"X-Request-Id: slow\r\nContent-Length: {len(raw)}\r\n\r\n"
+        sock.sendall(head.encode() + raw)
         assert wait_until(lambda: front.stats()["running"] > 0)
         assert wait_until(lambda: front.stats()["running"] == 0)
+        assert "slow: the client read nothing for 0.2 s" in caplog.text
         assert client.complete("Hi", max_tokens=2).status == 200
 
 

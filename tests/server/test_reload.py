@@ -108,13 +108,14 @@ def test_keys_that_cannot_be_read_change_nothing(
     assert child.wait(PATIENCE_S) == 0
 
 
-def test_only_what_may_change_is_taken() -> None:
+def test_only_what_may_change_is_taken_and_the_rest_is_named(caplog: pytest.LogCaptureFixture) -> None:
     config = ServerConfig(requests_per_minute=5, log_level="info")
     traffic = Traffic(config)
     traffic.reload(
         replace(config, host="0.0.0.0", port=1, root_path="/x", requests_per_minute=6, log_level="debug")
     )
     assert traffic.config == replace(config, requests_per_minute=6, log_level="debug")
+    assert "reload: host, port, root_path: what is new takes effect at the next startup" in caplog.text
     assert traffic.limits.account(traffic.keyring.anybody).headers()["x-ratelimit-limit-requests"] == "6"
     assert set(RELOADED) <= {*ServerConfig.__dataclass_fields__}
 

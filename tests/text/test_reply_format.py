@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from plait.engine.grammar_guide import ThinkingWatch
-from plait.errors import BadTemplate, InvalidField
+from plait.errors import BadTemplate, ConfigError, InvalidField
 from plait.request import USUAL_STYLE, Grammar, JsonStyle, ReplyShape
 from plait.text.chat.jinja import JinjaTemplate
 from plait.text.grammar.compiler import GrammarCompiler
@@ -55,6 +55,13 @@ def test_a_switch_reaches_the_template_under_its_own_name(
     kwargs: dict[str, Any], effort: str | None, wanted: tuple[dict[str, Any], bool, tuple[str, ...]]
 ) -> None:
     assert reply_format().switched(kwargs, effort) == wanted
+
+
+def test_a_format_that_is_not_known_is_refused_without_a_template_too() -> None:
+    for names in ({"tools": "xml"}, {"reasoning": "deep"}):
+        with pytest.raises(ConfigError, match="is not known; there are"):
+            ReplyFormat(TOKENIZER, None, **names)
+    assert ReplyFormat(TOKENIZER, None, tools="hermes").tools is None
 
 
 def test_a_template_without_a_switch_gets_none() -> None:

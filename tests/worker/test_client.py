@@ -506,15 +506,17 @@ def test_totals_go_on_when_an_engine_is_replaced() -> None:
     with running() as process:
         process.submit(request("a", [5], max_tokens=20), reader)
         until(done(reader, "a"))
-        assert b"plait_output_tokens_total 20.0" in generate_latest(process.registry)
-        kill(process)
-        assert b"plait_output_tokens_total 20.0" in generate_latest(process.registry)
-        until(lambda: process.healthy)
+        kill(process)  # no scrape has read what it had counted
+        until(lambda: process.num_restarts == 1 and process.healthy)
+        text = generate_latest(process.registry).decode()
+        assert "plait_output_tokens_total 20.0" in text
+        assert 'plait_requests_total{finish_reason="length"} 1.0' in text
         process.submit(request("b", [5], max_tokens=22), reader)
         until(done(reader, "b"))
         text = generate_latest(process.registry).decode()
         assert "plait_output_tokens_total 42.0" in text
-        assert 'plait_request_output_tokens_bucket{le="+Inf"} 2.0' in text
+        assert 'plait_requests_total{finish_reason="length"} 2.0' in text
+        assert 'plait_request_output_tokens_bucket{le="+Inf"} 1.0' in text
         assert "plait_engine_restarts_total 1.0" in text
         assert "plait_requests_running 0.0" in text
 

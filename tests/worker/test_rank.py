@@ -28,6 +28,7 @@ from plait.runner.ranks.group import RankGroup
 from plait.runner.ranks.messages import Leave, RankGpu, RankLoaded, Step, Stepped, encode, receive_report
 from plait.schedule.plan import Sampled, SamplingBatch, StepPlan
 from plait.worker.rank import Follower
+from tests.loading.adapters.made import write_llama
 from tests.patience import PATIENCE_S
 
 NANO = str(Path(__file__).parents[2] / "examples" / "nano-hybrid")
@@ -113,13 +114,16 @@ def test_a_rank_that_computed_something_else_ends_the_engine(ranks: LLM) -> None
 
 
 def test_a_model_that_cannot_be_divided_is_refused_before_any_process_starts(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(RankGroup, "_start", lambda *_: pytest.fail("a process was started"))
     with pytest.raises(CannotDivide, match=r"layers\.\d+\.\w+: \d+ \w+ cannot be divided .* among 3"):
         LLM(NANO, device="cpu", tensor_parallel_size=3)
     with pytest.raises(ConfigError, match="expert_parallel: there is one rank"):
         LLM(NANO, device="cpu", expert_parallel=True)
+    write_llama(tmp_path)
+    with pytest.raises(ConfigError, match="expert_parallel: this model has no experts to divide"):
+        LLM(str(tmp_path), device="cpu", tensor_parallel_size=2, expert_parallel=True)
     with pytest.raises(ConfigError, match="names 3 GPUs, and tensor_parallel_size is 2"):
         LLM(NANO, device="cuda:0,1,2", tensor_parallel_size=2)
 

@@ -156,9 +156,14 @@ def test_a_choice_that_was_to_be_cancelled_ends_with_its_engine() -> None:
     book.due()
     assert book.table.cancel("a", 1) == 1
     assert book.reader.ends("a") == []
+    book.say("a", 7, 8, index=1)  # behind a stop string, and its engine ends before it reports the choice
     book.die("a")
-    assert [e.finish_reason for e in book.reader.events["a", 1]] == ["cancelled"]
+    *_, last = book.reader.events["a", 1]
+    assert last.finish_reason == "stop"
+    assert last.trace is not None
+    assert (last.trace.num_output_tokens, last.trace.num_prompt_tokens) == (2, 2)
     assert [entry.so_far().resumed for entry in book.table.due()] == [((), None)]
+    assert book.table.num_ended == {"stop": 1}
 
 
 def test_a_trial_is_as_long_as_what_an_engine_may_have_kept() -> None:

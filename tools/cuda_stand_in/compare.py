@@ -20,9 +20,10 @@ import torch
 import plait.loading.build as build
 import plait.loading.draft_model as draft_model
 from plait import LLM, SamplingParams
-from plait.config import EngineConfig, option_types
+from plait.config import EngineConfig
 from plait.errors import PlaitError
 from plait.llm.outputs import RequestOutput, TokenLogprobs
+from plait.option_fields import option_types
 
 SMALL = {
     "dtype": "float32",

@@ -19,9 +19,10 @@ from click.core import ParameterSource
 
 from plait.cli.common.help import path_completion, suggest_word
 from plait.cli.common.session import Session, log_to_stderr
-from plait.config import DAY_S, DEVICE, EngineConfig, ServerConfig, option_types
+from plait.config import DAY_S, DEVICE, EngineConfig, ServerConfig
 from plait.engine.adapters import parse_named
 from plait.errors import ConfigError
+from plait.option_fields import option_types
 from plait.request import SAMPLING, SamplingParams
 
 Command = TypeVar("Command", bound=Callable[..., object])

@@ -16,8 +16,9 @@ from ray.serve.config import RequestRouterConfig
 from plait.cluster.config import ClusterConfig, check_cluster, share_limits
 from plait.cluster.ray_serve.gateway import ClusterGateway, serve_http
 from plait.cluster.ray_serve.replica import EngineReplica
-from plait.config import EngineConfig, ServerConfig, option_types
+from plait.config import EngineConfig, ServerConfig
 from plait.errors import ConfigError
+from plait.option_fields import option_types
 
 APP, ENGINE, GATEWAY = "plait", "engine", "gateway"
 SLACK = 64  # calls to a replica that are no requests

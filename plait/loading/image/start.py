@@ -31,7 +31,7 @@ from plait.loading.image.restore import RestoredStep, map_weights
 from plait.loading.make_engine import draft_with_head, make_compiler, make_engine, make_front
 from plait.loading.text_side import TextSource
 from plait.memory import DTYPE_BYTES
-from plait.resource_limits import address_space_limit, trim_heap
+from plait.resource_limits import address_space_limit, describe_crowding, trim_heap
 from plait.runner.host.draft_memory import DraftMemory
 from plait.runner.host.mtp import MOST_KEPT, HiddenOnHost, MtpDrafter
 from plait.runner.host.program import ProgramReplay
@@ -153,6 +153,8 @@ def _start(image: Image, config: EngineConfig, text: TextSource, open_full: Open
     threads, why = choose_threads(config)
     log.info("device: cpu (%s)", "requested" if config.device == "cpu" else "there is no GPU")
     log.info("threads: %d (%s)", threads, why)
+    if too_many := describe_crowding(threads):
+        log.warning("threads: %s", too_many)
     spec = decode_spec_value(model.spec)
     assert isinstance(spec, ModelSpec)
     facts = ModelFacts(states=model.states, max_len=spec.max_len, dtype=model.dtype, causal=spec.causal)

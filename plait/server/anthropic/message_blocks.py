@@ -203,8 +203,24 @@ def convert_thinking(found: Mapping[str, object]) -> dict[str, object]:
     return sent
 
 
-def chat_output(found: Mapping[str, object]) -> dict[str, object]:
-    """`output_config` in the words of a chat. Raises InvalidField."""
+def keeps_context(value: object) -> bool:
+    """Whether this `context_management` takes nothing out of a conversation: agents always send such ones."""
+    edits = value.get("edits") if isinstance(value, Mapping) else None
+    return isinstance(edits, list) and all(
+        isinstance(edit, Mapping)
+        and str(edit.get("type")).startswith("clear_thinking_")
+        and edit.get("keep") == "all"
+        for edit in edits
+    )
+
+
+def chat_output(found: Mapping[str, object], form: Mapping[str, object] | None = None) -> dict[str, object]:
+    """`output_config` in the words of a chat; `form`: its format under an older name. Raises InvalidField."""
+    if form is not None:
+        if found.get("format") not in (None, form):
+            text = "output_format: output_config.format is another one; send one of them"
+            raise InvalidField(text, "output_format")
+        found = {**found, "format": form}
     sent: dict[str, object] = {}
     for name, value in found.items():
         if value is None:

@@ -24,6 +24,7 @@ from plait.server.anthropic.message_blocks import (
     chat_tools,
     conversation,
     convert_thinking,
+    keeps_context,
 )
 from plait.server.api import validate
 from plait.server.api.content_blocks import (
@@ -58,6 +59,7 @@ class CountRequest:
     tool_choice: dict[str, object] | None = None
     thinking: dict[str, object] | None = None
     output_config: dict[str, object] | None = None
+    output_format: dict[str, object] | None = None  # an older name of output_config.format
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +177,7 @@ _NAMES = {
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     "parameters": "input_schema",
 }
-_REFUSED = ("mcp_servers", "container", "context_management")
+_REFUSED = ("mcp_servers", "container", "context_management", "compaction", "thread")
 _KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -231,7 +233,7 @@ def refusal(found: Problem) -> MessageError:
 
 def _refuse(body: Mapping[str, object], read: frozenset[str]) -> None:
     for name in _REFUSED:
-        if body.get(name):
+        if (value := body.get(name)) and not (name == "context_management" and keeps_context(value)):
             raise InvalidField(f"{name}: this server cannot honour it; leave it out", name)
     validate.refuse(body, read)
 
@@ -264,7 +266,8 @@ def _translate_fields(asked: CountRequest) -> dict[str, Any]:
         sent |= {"tools": chat_tools(asked.tools), **chat_tool_choice(asked.tool_choice or {"type": "auto"})}
     elif asked.tool_choice and asked.tool_choice.get("type") not in ("auto", "none"):
         raise InvalidField("tool_choice: there are no tools to choose from", "tool_choice")
-    return sent | convert_thinking(asked.thinking or {}) | chat_output(asked.output_config or {})
+    output = chat_output(asked.output_config or {}, asked.output_format)
+    return sent | convert_thinking(asked.thinking or {}) | output
 
 
 class MessagesReply(BlockReply):

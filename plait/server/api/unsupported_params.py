@@ -41,7 +41,7 @@ UNREAD: Mapping[str, Harmless] = {
             *("repetition_detection", "kv_transfer_params", "vllm_xargs", "media_io_kwargs"),
             *("mm_processor_kwargs", "samplers", "lora", "system", "context", "grammar_triggers"),
             *("generation_prompt", "input_prefix", "input_suffix", "session_params", "custom_params"),
-            *("lora_path", "adapters", "input_ids"),
+            *("lora_path", "adapters", "input_ids", "moderation"),
         ),
         _empty,
     ),

@@ -19,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from traceback import format_exception
 
 from prometheus_client.core import CounterMetricFamily, Metric
@@ -253,10 +254,23 @@ def _open_log(path: str | None) -> int:
         return STDERR
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY  # a FIFO must not hold us
     try:
-        return os.open(path, flags, 0o640)
+        fd = os.open(path, flags, 0o640)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"log_file: {path} cannot be opened: {why}") from error
+    if _ends_mid_line(path):
+        _write(fd, b"\n")
+    return fd
+
+
+def _ends_mid_line(path: str) -> bool:
+    """Whether the last line of a file was not finished, as when its writer was killed."""
+    with suppress(OSError):
+        if os.path.isfile(path) and os.path.getsize(path):
+            with open(path, "rb") as file:
+                file.seek(-1, os.SEEK_END)
+                return file.read(1) != b"\n"
+    return False
 
 
 def _close(fd: int) -> None:

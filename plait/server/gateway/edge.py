@@ -10,6 +10,7 @@ from plait.server.gateway.exchange import SCOPE_KEY, Exchange
 from plait.server.gateway.middleware import REQUEST_ID_HEADER, RequestGate, Traffic
 from plait.server.gateway.served_models import ServedModels
 from plait.server.http.errors import problem
+from plait.server.http.transfer import REQUEST_ID
 
 
 class Edge:
@@ -24,6 +25,7 @@ class Edge:
             return
         headers, path = Headers(scope=scope), self._gate.path_of(scope)
         exchange = self._gate.exchange(scope, headers, path)
+        scope[REQUEST_ID] = exchange.id  # for its connection, which has this very scope
         scope = {**scope, "path": path, "raw_path": path.encode(), SCOPE_KEY: exchange}
         self._traffic.begin(exchange)
         try:

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Scope
 
-from plait.config import ServerConfig
+from plait.config import ServerConfig, option_names
 from plait.errors import PlaitError, QueueFull
 from plait.server.gateway.access_log import DroppedLines, LogWriter
 from plait.server.gateway.api_keys import Key, Keyring, RateLimits, read_admin_key, read_keys
@@ -112,6 +112,8 @@ class Traffic:
 
     def reload(self, config: ServerConfig) -> None:
         """Apply the options in `RELOADED` as they are now. Raises ConfigError, and keeps the old ones."""
+        fixed = [name for name in option_names(ServerConfig) if name not in RELOADED]
+        changed = [name for name in fixed if getattr(config, name) != getattr(self.config, name)]
         config = replace(self.config, **{name: getattr(config, name) for name in RELOADED})
         keyring = read_keys(config)
         read_admin_key(config)
@@ -119,6 +121,8 @@ class Traffic:
             logger.warning("keys are %s from now on", "required" if keyring else "no longer required")
         self.keyring, self.config = keyring, config
         self.limits.change(_all_keys(keyring))
+        if changed:
+            logger.warning("reload: %s: what is new takes effect at the next startup", ", ".join(changed))
 
     def recognize(self, exchange: Exchange, headers: Mapping[str, str]) -> None:
         """Find the API key of a request. Raises InvalidKey."""

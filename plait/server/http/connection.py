@@ -16,7 +16,7 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from plait.server.http.errors import HeadTooLarge, NotReady, Problem, problem
-from plait.server.http.transfer import new_id
+from plait.server.http.transfer import REQUEST_ID, new_id
 
 READ_BYTES = 32 * 1024  # parsed in one turn: a hundred thousand tiny chunks would delay all connections
 LINGER_S = 2.0  # for a client to send the rest of what it had begun before its connection ends
@@ -338,7 +338,10 @@ class Connection(HttpToolsProtocol):
         self._deadline = self.loop.call_later(FLUSH_S, self.transport.abort)
 
     def _give_up_reader(self) -> None:
-        logger.warning("a client read nothing for %g s; its connection was cut", READ_TIMEOUT_S)
+        cycle = self._answering() or self.cycle  # what is not read may be the end of the last answer
+        request_id = cycle.scope.get(REQUEST_ID, "") if cycle else ""
+        text = "%s: the client read nothing for %g s; its connection was cut"
+        logger.warning(text, request_id, READ_TIMEOUT_S)
         self.transport.abort()
 
 

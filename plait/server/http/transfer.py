@@ -242,6 +242,7 @@ def new_id(prefix: str, mark: str = "-") -> str:
 
 logger = logging.getLogger("plait.server")
 PING_S = 15.0  # silence after which a comment is sent, so that proxies keep the connection open
+REQUEST_ID = "plait.request_id"  # of a scope: the id of its request, for the log
 SEND_TIMEOUT_S = 60.0  # a client that reads nothing for so long is disconnected
 _ENCODE = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
@@ -302,7 +303,8 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         self._last_sent = time.monotonic()
         pump = asyncio.ensure_future(self._pump(send))
-        others = asyncio.ensure_future(wait_disconnect(receive)), asyncio.ensure_future(self._watch(send))
+        watch = self._watch(send, scope.get(REQUEST_ID, ""))
+        others = asyncio.ensure_future(wait_disconnect(receive)), asyncio.ensure_future(watch)
         try:
             await asyncio.wait({pump, *others}, return_when=asyncio.FIRST_COMPLETED)
             if pump.done():
@@ -327,7 +329,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": data, "more_body": True})
         self._last_sent, self._sending_since = time.monotonic(), None
 
-    async def _watch(self, send: Send) -> None:
+    async def _watch(self, send: Send, request_id: str) -> None:
         """Break long silences; returns when the client reads nothing. A timer for each event costs more."""
         while True:
             since, silence = self._sending_since, time.monotonic() - self._last_sent
@@ -343,4 +345,5 @@ class EventStream(Response):
                     break
             else:
                 await asyncio.sleep(min(PING_S - silence, SEND_TIMEOUT_S / 4))
-        logger.warning("a client read nothing for %g s; its stream was ended", SEND_TIMEOUT_S)
+        text = "%s: the client read nothing for %g s; its stream was ended"
+        logger.warning(text, request_id, SEND_TIMEOUT_S)

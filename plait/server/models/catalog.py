@@ -77,7 +77,7 @@ class ModelCatalog:
 
         Raises ConfigError for a name that two models have, and for a folder that is none.
         """
-        self._named, self._special, self._template = [*named], dict(special or {}), template
+        self._named, self._special, self.template = [*named], dict(special or {}), template
         self._folder, self._clock, self._looked_s = None, clock, -LOOK_EVERY_S
         self._found: dict[str, ModelEntry] = {}
         self._left_out = set[str]()  # names that the log has
@@ -106,7 +106,7 @@ class ModelCatalog:
     @property
     def is_offline(self) -> bool:
         """Whether models of the folder may not be fetched."""
-        return self._template is not None and self._template.engine.offline
+        return self.template is not None and self.template.engine.offline
 
     @property
     def num_named(self) -> int:
@@ -151,7 +151,7 @@ class ModelCatalog:
                     left_out[name] = "the operator named another model so"
             elif name in found:
                 left_out[path.name] = f"{Path(found[name].source).name!a} is the model {name!r} already"
-            elif (base := self._special.get(name, self._template)) is not None:
+            elif (base := self._special.get(name, self.template)) is not None:
                 stamp = _stamp_files(path)
                 found[name] = replace(base, name=name, source=str(path), folder=self._folder, stamp=stamp)
         for name, why in left_out.items():

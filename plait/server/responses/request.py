@@ -136,12 +136,22 @@ def read_request(context: RequestContext, body: Mapping[str, object]) -> ReadReq
     refuse_words_of_a_chat(body, _UNREAD, NAMES)
     validate.refuse(body, FIELDS)
     asked = parse_as(body, ResponsesRequest)
+    context.report_unread(_list_unread(body), {})
     read_metadata(asked.metadata)
     asked = replace(asked, input=resolve_references(context, asked.input))
     servers = read_servers(asked.tools, context.mcp)
     earlier = _earlier(context, asked)
     sent = {name: value for name, value in body.items() if name in _PASSED - {"tools", "tool_choice"}}
     return ReadRequest(asked, sent | _translate_fields(asked, has_servers=bool(servers)), earlier, servers)
+
+
+def _list_unread(body: Mapping[str, object]) -> list[str]:
+    """Fields of objects that change nothing here, such as `reasoning.context`."""
+    parts = {"text": TextOptions, "reasoning": ReasoningOptions}
+    sent = {at: value for at in parts if isinstance(value := body.get(at), Mapping)}
+    return [
+        f"{at}.{name}" for at, value in sent.items() for name in value if name not in field_names(parts[at])
+    ]
 
 
 def _earlier(context: RequestContext, asked: ResponsesRequest) -> list[Item]:

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from anthropic import Anthropic
 
+from plait.errors import InvalidField
 from plait.frontend.deltas import Delta
 from plait.server.anthropic.message_blocks import (
     chat_output,
@@ -199,6 +200,10 @@ CALL_BLOCK = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
+        ({"compaction": {"type": "enabled"}}, "compaction"),
+        ({"thread": {"type": "continue", "previous_message_id": "msg_1"}}, "thread"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
+        ({"context_management": {"edits": [{"type": "clear_thinking_20251015"}]}}, "context_management"),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
         ({"thinking": {"type": "deep"}}, "thinking.type"),
         ({"output_config": {"speed": "fast"}}, "output_config.speed"),
@@ -209,6 +214,11 @@ def test_refusals_name_the_field(client: Client, body: dict[str, Any], word: str
     answer = client.post(PATH, sent)
     assert answer.status == 400, answer.body
     assert word in answer.json["error"]["message"]
+
+
+def test_a_management_of_context_that_keeps_all_is_taken(client: Client) -> None:
+    for edits in ([], [{"type": "clear_thinking_20251015", "keep": "all"}]):
+        assert ask(client, context_management={"edits": edits}).status == 200
 
 
 def test_a_reply_goes_on_from_the_assistant_s_last_words(client: Client) -> None:
@@ -271,7 +281,13 @@ def test_thinking_and_output_become_fields_of_a_chat() -> None:
     assert convert_thinking(asked) == {"thinking_token_budget": 9, "include_reasoning": False}
     assert convert_thinking({"type": "adaptive"}) == convert_thinking({}) == {}
     schema = {"type": "object"}
-    found = chat_output({"effort": "low", "format": {"type": "json_schema", "schema": schema}})
+    form = {"type": "json_schema", "schema": schema}
+    found = chat_output({"effort": "low", "format": form})
+    assert (
+        chat_output({"effort": "low"}, form) == chat_output({"format": form, "effort": "low"}, form) == found
+    )
+    with pytest.raises(InvalidField, match=r"output_config\.format is another one"):
+        chat_output({"format": {}}, form)
     assert found["reasoning_effort"] == "low"
     assert found["response_format"]["json_schema"]["schema"] == schema
 

@@ -160,12 +160,13 @@ def test_a_file_that_cannot_be_opened_is_refused_and_a_new_one_changes_nothing(t
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(ConfigError, match="log_file"):  # at once, although it has no reader
         LogWriter(str(tmp_path / "fifo"))
+    (tmp_path / "plait.log").write_text("cut by a cra")
     writer = LogWriter(str(tmp_path / "plait.log"))
     with pytest.raises(ConfigError, match="log_file"):
         writer.reopen(str(tmp_path / "none" / "plait.log"))
     logged(writer, "still here")
     writer.flush()
-    assert (tmp_path / "plait.log").read_text() == "still here\n"
+    assert (tmp_path / "plait.log").read_text() == "cut by a cra\nstill here\n"
 
 
 def test_a_line_that_a_full_disk_cut_spoils_no_other_line(

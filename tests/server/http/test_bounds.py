@@ -298,11 +298,12 @@ def test_a_stream_that_no_client_reads_waits_in_a_bounded_buffer_and_is_cut(
 
 
 def test_an_answer_that_no_client_reads_is_cut(
-    lost: list[connection.Connection], monkeypatch: pytest.MonkeyPatch
+    lost: list[connection.Connection], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(connection, "READ_TIMEOUT_S", 0.2)
     with serving(fake_front()) as client, unread(client, LARGE):
         assert wait_until(lambda: len(lost) == 1)
+    assert re.search(r"req\S+: the client read nothing for 0.2 s", caplog.text)
 
 
 def test_an_answer_that_is_read_slowly_but_read_is_not_cut(

@@ -9,7 +9,9 @@ from plait.config import EngineConfig, ServerConfig
 from plait.errors import BadFile, ConfigError, ModelNotFound
 from plait.frontend.frontend import Front
 from plait.request import Request
+from plait.server.models.catalog import ModelCatalog, ModelEntry
 from plait.server.run import run_server
+from plait.server.run_models import run_models
 from tests.server.conftest import serving
 from tests.server.fake import fake_front
 
@@ -79,3 +81,8 @@ def test_adapters_are_loaded_and_unloaded_by_requests(
 def test_server_that_others_reach_changes_adapters_only_with_keys(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="only with a key"):
         run_server("m", EngineConfig(lora_folder=str(tmp_path)), ServerConfig(host="0.0.0.0"))
+    entry = ModelEntry(name="a", source="m", engine=EngineConfig(lora_folder=str(tmp_path)))
+    with pytest.raises(ConfigError, match="lora_folder: on an address that others reach"):
+        run_models(ModelCatalog([entry]), ServerConfig(host="0.0.0.0"))
+    with pytest.raises(ConfigError, match="kv_events: they are of the prefix cache"):
+        run_server("m", EngineConfig(prefix_cache=False), ServerConfig(kv_events="tcp://127.0.0.1:0"))

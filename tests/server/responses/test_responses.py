@@ -223,6 +223,11 @@ def test_what_a_chat_calls_otherwise_is_refused_and_not_forgotten(
     assert ours in answer.error["message"]
 
 
+def test_fields_of_objects_that_change_nothing_are_reported(client: Client) -> None:
+    answer = respond(client, "a", reasoning={"mode": "pro", "summary": None}, text={"shape": 1})
+    assert (answer.status, answer.headers["x-plait-ignored"]) == (200, "text.shape,reasoning.mode")
+
+
 def test_words_of_a_chat_that_say_nothing_are_taken(client: Client) -> None:
     nothing = {
         "n": 1,

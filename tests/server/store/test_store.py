@@ -256,5 +256,5 @@ def test_the_key_s_file_is_checked(tmp_path: Path) -> None:
 
 
 def test_a_key_without_a_store_is_refused() -> None:
-    with pytest.raises(ConfigError, match="give --store PATH"):
+    with pytest.raises(ConfigError, match="store_key: it needs store"):
         ServerConfig(store_key="key")

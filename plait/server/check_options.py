@@ -1,0 +1,19 @@
+"""Options of the engine and of the server that contradict each other."""
+
+from __future__ import annotations
+
+from plait.config import EngineConfig, ServerConfig
+from plait.errors import ConfigError
+from plait.server.http.hosts import is_loopback
+
+
+def check_options(engine: EngineConfig, server: ServerConfig) -> None:
+    """Raises ConfigError for an option of the engine and one of the server that contradict each other."""
+    has_keys = bool(server.api_key or server.api_key_file)
+    if engine.lora_folder is not None and not has_keys and not is_loopback(server.host):
+        raise ConfigError(
+            "lora_folder: on an address that others reach, requests may change adapters only with a key; set "
+            "--api-key or --api-key-file"
+        )
+    if server.kv_events is not None and not engine.prefix_cache:
+        raise ConfigError("kv_events: they are of the prefix cache, and prefix_cache is off")
