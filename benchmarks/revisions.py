@@ -102,6 +102,8 @@ def measure_model(given: argparse.Namespace, model: str, seconds: float) -> Iter
     """All rows of a model, within so many seconds."""
     about = footprint(model, {})
     measures = [m for m in MeasureSizes().measures(about.max_len) if given.only in m.title]
+    if not measures:
+        raise SystemExit(f"--only {given.only}: no row of {model} has this in its title")
     room = {
         "max_model_len": min(about.max_len, max(m.length for m in measures) + 1),
         "max_num_seqs": max(m.size if m.kind in ("batch", "requests") else 1 for m in measures),

@@ -64,17 +64,7 @@ SIDEWAYS = {
 }
 # The front process holds none of a model: what runs in it must not load torch.
 NO_TORCH = (
-    *(
-        "errors",
-        "option_fields",
-        "config",
-        "cache_folder",
-        "fair_queue",
-        "resource_limits",
-        "typed_values",
-        "version",
-    ),
-    *("spec", "request", "sampling_fields", "memory", "partition", "unread_options"),
+    *sorted(TIERS[0] | TIERS[1]),
     *(
         "state.blocks",
         "state.prefix_tree",

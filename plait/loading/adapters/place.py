@@ -122,10 +122,10 @@ def _find_limits(config: EngineConfig, target: Target) -> AdapterLimits:
 
 def _check_device(file: AdapterFile, target: Target) -> AdapterFile:
     """The same adapter. Raises UnsupportedFormat for one of experts on a GPU."""
-    ours = [name for name, pair in file.pairs.items() if _EXPERTS.search(name) or pair.down.ndim > 2]
-    if target.platform == "cuda" and ours:
+    experts = [name for name, pair in file.pairs.items() if _EXPERTS.search(name) or pair.down.ndim > 2]
+    if target.platform == "cuda" and experts:
         raise UnsupportedFormat(
-            f"{file.path}: it changes experts ({list_some(ours, 2)}), which a GPU's kernels read as one "
+            f"{file.path}: it changes experts ({list_some(experts, 2)}), which a GPU's kernels read as one "
             "stack without adapters; set device to cpu, or merge the adapter with `plait convert --lora`"
         )
     return file

@@ -21,6 +21,7 @@ from torch import Tensor
 from plait.errors import ShapeMismatch
 from plait.kernels.triton.forms import KernelForm, with_float16, with_float32
 from plait.kernels.triton.linear.multiply_planes import add_units
+from plait.kernels.triton.linear.plane_forms import WIDE_LOADS
 from plait.ops.launch import launch
 from plait.ops.low_rank import AdapterRows
 from plait.ops.stacked_low_rank import MOST_RANKS, StackedSite, add_stacked_low_rank
@@ -163,7 +164,7 @@ def forms() -> Iterator[KernelForm]:
     types = {
         **dict.fromkeys(("x", "down", "hidden", "up", "y"), "bf16*"),
         **dict.fromkeys(("slots", "tokens", "starts"), "i64*"), "scales": "fp32*",
-        **dict.fromkeys(("ranks", "x_row", "down_slot", "down_part", "down_row"), "i32!"),
+        **dict.fromkeys(("n_in", "ranks", "x_row", "x_part", "down_slot", "down_part", "down_row"), "i32!"),
         **dict.fromkeys(("hidden_row", "up_slot", "y_row"), "i32!"),
     }  # fmt: skip
     for ranks in (16, 64):
@@ -176,6 +177,10 @@ def forms() -> Iterator[KernelForm]:
             kind = f"{ranks} ranks, {'heads, ' * apart}{rows} rows{', picked' * picked}"
             shared = {"BM": MOST, "ROWS": rows, "PICKED": picked}
             constants = {"UNIT": UNIT, "UNITS": UNITS, "BN": ranks, **shared}
-            yield KernelForm(f"adapters shrink, {kind}", shrink_rows, types, constants, UNITS)
+            yield KernelForm(
+                f"adapters shrink, {kind}", shrink_rows, types, constants, UNITS, demands=WIDE_LOADS
+            )
             constants = {"BR": ranks, "BN": BN, "APART": apart, **shared}
-            yield KernelForm(f"adapters expand, {kind}", expand_rows, types, constants, UNITS)
+            yield KernelForm(
+                f"adapters expand, {kind}", expand_rows, types, constants, UNITS, demands=WIDE_LOADS
+            )
