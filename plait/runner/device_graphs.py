@@ -300,7 +300,8 @@ class DeviceReplay:
         """A step with prompts. What it samples goes into the rows of its sequences."""
         answering = [chunk for chunk in plan.chunks if chunk.has_answer]
         drawing = list(zip(answering, sampling.rows, strict=True))
-        here = not any(chunk.num_pooled for chunk in plan.chunks) and self._eager_tables.fill(sampling)
+        is_pooled = any(chunk.num_pooled for chunk in plan.chunks)
+        here = not is_pooled and self._eager_tables.fill(sampling, moves_on=False)
         placed = [chunk for chunk, row in drawing if row.num_samples == 1 and not row.draft] if here else []
         if placed:
             self.batch.move(self.batch.place(placed, self.batch.rows))

@@ -180,25 +180,23 @@ class SamplingTables:
         counts = self._counts.tensor if self._is_edited else self._no_counts
         return self._whole("position", rows), self._whole("count", rows), counts
 
-    def fill(self, batch: SamplingBatch, rows: Sequence[int] | None = None) -> bool:
+    def fill(self, batch: SamplingBatch, rows: Sequence[int] | None = None, moves_on: bool = True) -> bool:
         """Write the settings of a batch; False, and nothing, if it has more samples than these tables have
         rows, needs answers that are no tokens, or a sampler that only the host has.
 
         rows: the row of logits of each sample in turn, from 0 on by default. Where `form.moves_on`, the next
         step of the same sequences needs no call, if nothing but draws over these tables moved them on.
+        moves_on: False where each step has a call, and draws are not reported: none is counted then.
         """
         draws = [(row, i) for row in batch.rows for i in range(row.num_samples)]
         is_scored = any(
-            row.params.logprobs is not None
-            or row.prompt_targets
-            or row.params.needs_chain
-            or row.negative >= 0
-            or row.num_candidates
+            row.params.logprobs is not None or row.prompt_targets or row.params.needs_chain
+            or row.negative >= 0 or row.num_candidates
             for row in batch.rows
-        )
+        )  # fmt: skip
         if is_scored or len(draws) > self.capacity:
             return False
-        self.fill_draws(draws, rows, moves_on=all(row.num_samples == 1 for row in batch.rows))
+        self.fill_draws(draws, rows, moves_on=moves_on and all(r.num_samples == 1 for r in batch.rows))
         return True
 
     @torch.inference_mode(False)

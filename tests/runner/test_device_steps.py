@@ -275,3 +275,12 @@ def test_rows_of_a_table_have_the_same_stride_on_a_device_whatever_their_width()
     for found, part in zip(upload(parts, torch.device("cpu")), parts, strict=True):
         assert found.is_contiguous()
         assert found.tolist() == part.tolist()
+
+
+def test_a_request_with_penalties_gets_its_tokens_each_time_it_comes(decoder: Decoder) -> None:
+    """The first draw has counted its token on the device, in the line that the same request finds again."""
+    one = side(decoder)
+    for name in ("first", "second"):
+        one.submit(name, PROMPTS[0], max_tokens=5, temperature=0.0, seed=3, frequency_penalty=2.0)
+        found = one.finish()
+    assert found["first"] == found["second"]
