@@ -220,11 +220,8 @@ class RankGroup:
 
     def _ends(self) -> Iterator[str]:
         for member in self._members:
-            with suppress(OSError, EOFError, EngineError):
-                while member.connection.poll():
-                    report = receive_report(member.connection)
-                    if isinstance(report, Failed):
-                        yield f"rank {member.index} has failed: {report.text}"
+            if (failure := member.started.read_failure()) is not None:
+                yield f"rank {member.index} has failed: {failure}"
             with suppress(subprocess.TimeoutExpired):
                 code = member.process.wait(0.2)
                 how = f"by signal {-code}" if code < 0 else f"with code {code}"
