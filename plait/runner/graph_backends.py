@@ -29,8 +29,11 @@ class CaptureRefusals:
         self._num_ranks, self._named = num_ranks, set[str]()
 
     def refuse(self, what: str, error: Exception) -> str:
-        """Log that such steps run op by op, and return why. Raises RankLost for a lack of memory where there are several
-        ranks: the others have captured the step, and would wait for what this one does not run."""
+        """Log that such steps run op by op, and return why.
+
+        Raises RankLost for a lack of memory where there are several ranks: the others have captured the step,
+        and would wait for what this one does not run.
+        """
         why = clip_text(" ".join(str(error).split()), 300)
         if self._num_ranks > 1 and is_lack(error):
             raise RankLost(f"{what} cannot be captured, and other ranks wait for them: {why}") from error
