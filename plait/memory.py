@@ -34,6 +34,9 @@ class PagedState(Struct, frozen=True):
     window: int | None = None
     dtype: str = "model"
 
+    def __post_init__(self) -> None:
+        _check_dtype("PagedState", self.dtype)
+
     @property
     def tensors(self) -> Mapping[str, tuple[Shape, str]]:
         """name -> (shape per token, dtype), as a `SlotState` has it per slot."""
@@ -48,8 +51,17 @@ class SlotState(Struct, frozen=True):
 
     tensors: Mapping[str, tuple[Shape, str]]
 
+    def __post_init__(self) -> None:
+        for name, (_, dtype) in self.tensors.items():
+            _check_dtype(f"SlotState: {name}", dtype)
+
     def nbytes_per_slot(self, model_dtype: str) -> int:
         return _nbytes(self.tensors, model_dtype)
+
+
+def _check_dtype(what: str, dtype: str) -> None:
+    if dtype != "model" and dtype not in DTYPE_BYTES:
+        raise ValueError(f"{what}: dtype {dtype!r} is none of model, {', '.join(DTYPE_BYTES)}")
 
 
 def _nbytes(tensors: Mapping[str, tuple[Shape, str]], model: str) -> int:

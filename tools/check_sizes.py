@@ -36,7 +36,7 @@ CAPS = {
     "model": 5_380,
     "ops": 6_900,
     "quant": 2_500,
-    "runner": 5_780,
+    "runner": 5_900,
     "schedule": 3_410,
     "server": 18_750,
     "spec": 970,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,7 @@ from plait.errors import ConfigError, check_unicode
 from plait.worker.start_process import StartedProcess, new_spare, start_process
 
 Reread = Callable[[], ServerConfig]
+log = logging.getLogger("plait")
 TABLES: Mapping[str, type] = {"server": ServerConfig, "engine": EngineConfig}
 
 
@@ -61,12 +63,38 @@ def serve(ctx: click.Context, /, model: tuple[str, ...], config: str | None, **g
     def server_config() -> ServerConfig:
         return ServerConfig(**merge_settings(server_settings(given), explicit, read_table(config, "server")))
 
-    settings = merge_settings(engine_settings(given), explicit, read_table(config, "engine"))
+    def reread() -> ServerConfig:
+        found = server_config()
+        new = merge_settings(own, explicit, read_table(config, "engine"))
+        report_changes(settings, new, tables, read_model_tables(config))
+        return found
+
+    own = engine_settings(given)
+    settings = merge_settings(own, explicit, read_table(config, "engine"))
     server, tables = server_config(), read_model_tables(config)
     if is_plain(model, tables, server):
-        serve_one(model[0], EngineConfig(**settings), server, server_config)
+        serve_one(model[0], EngineConfig(**settings), server, reread)
         return
-    serve_named(ctx, model, tables, settings, server_config)
+    serve_named(ctx, model, tables, settings, reread)
+
+
+def report_changes(
+    settings: Mapping[str, object],
+    new: Mapping[str, object],
+    tables: Mapping[str, Mapping[str, object]],
+    new_tables: Mapping[str, Mapping[str, object]],
+) -> None:
+    """Log which options of engines a file has now, and the engines that run have not."""
+    changed = [f"[engine] {name}" for name in _list_changes(settings, new)]
+    for model in sorted({*tables, *new_tables}):
+        names = _list_changes(tables.get(model, {}), new_tables.get(model, {}))
+        changed += [f"[models.{model}] {name}" for name in names]
+    if changed:
+        log.warning("reload: %s: what is new takes effect at the next startup", ", ".join(changed))
+
+
+def _list_changes(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
+    return [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
 
 
 def is_plain(words: Sequence[str], tables: Mapping[str, object], server: ServerConfig) -> bool:

@@ -76,7 +76,7 @@ def make_target(
         if is_interpreted:
             target.graphs = TorchGraphs(chip)
         elif example is None:
-            target.graphs = CudaGraphs(device, chip)
+            target.graphs = CudaGraphs(device, chip, target.comm.rank.size)
         return target
     threads, found = (config.threads, "--threads") if config.threads else resource_limits.default_threads()
     if (ranks := target.comm.rank.size) > 1 and not config.threads:

@@ -8,7 +8,6 @@ draw; it is captured when it is first needed, and which drafts are how long is d
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -29,8 +28,6 @@ from plait.runner.sampler import Sampler
 from plait.runner.sampling_tables import DrawForm
 from plait.schedule.plan import SamplingBatch, SamplingRow, StepPlan
 from plait.state.store import StateStore
-
-log = logging.getLogger("plait")
 
 
 class CheckKey(NamedTuple):
@@ -129,8 +126,8 @@ class CheckGraphs:
             self.graphs[key] = self._backend.capture(lambda: self._step(key), inputs)
         except (CannotRecord, KernelFailed, RuntimeError) as error:
             self.refused[key.size] = str(error)
-            what = f"{key.size.tokens} tokens of {key.size.seqs} sequences"
-            log.warning("steps that check drafts, %s, are not captured, and run op by op: %s", what, error)
+            what = f"steps that check drafts, of {key.size.tokens} tokens of {key.size.seqs} sequences,"
+            self._backend.refusals.refuse(what, error)
             return False
         return True
 

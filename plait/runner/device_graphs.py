@@ -147,8 +147,8 @@ class DeviceReplay:
         for bucket in reversed(self.batch.buckets):
             try:
                 return self._prepare_graph(bucket, HEAVIEST, self._kinds[-1])
-            except torch.OutOfMemoryError:
-                log.warning("steps of %d sequences are not captured: their memory is not there", bucket)
+            except torch.OutOfMemoryError as error:
+                self._backend.refusals.refuse(f"steps of {bucket} sequences", error)
         return None
 
     def _prepare_graph(self, bucket: int, row: SamplingRow, has_adapters: bool = False) -> CapturedStep:
@@ -246,7 +246,7 @@ class DeviceReplay:
             graph = self._graphs[key] = self._capture(key)
         except (CannotRecord, KernelFailed, RuntimeError) as error:
             self._refused[key] = str(error)
-            log.warning("steps of %d sequences are not captured, and run op by op: %s", key.bucket, error)
+            self._backend.refusals.refuse(f"steps of {key.bucket} sequences", error)
             return None
         finally:  # what was captured has run over the tables
             self._tables.moved_on()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
@@ -10,13 +11,41 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from plait.errors import ConfigError
+from plait.errors import ConfigError, RankLost, clip_text
 from plait.kernels.load import load_for_gpu
 from plait.ops.chip import Chip
 from plait.ops.launch import capture_launches, watch_launches
 from plait.runner.capture import StepCapture
 
 Step = Callable[[], Tensor]
+OUT_OF_MEMORY = "out of memory"  # of the driver's errors, which have no class of their own
+log = logging.getLogger("plait")
+
+
+class CaptureRefusals:
+    """Logs what cannot be captured: each cause once, however many sizes and kinds of steps it has."""
+
+    def __init__(self, num_ranks: int = 1) -> None:
+        self._num_ranks, self._named = num_ranks, set[str]()
+
+    def refuse(self, what: str, error: Exception) -> str:
+        """Log that such steps run op by op, and return why.
+
+        Raises RankLost for a lack of memory where there are several ranks: the others have captured the step,
+        and would wait for what this one does not run.
+        """
+        why = clip_text(" ".join(str(error).split()), 300)
+        if self._num_ranks > 1 and is_lack(error):
+            raise RankLost(f"{what} cannot be captured, and other ranks wait for them: {why}") from error
+        if why not in self._named:
+            self._named.add(why)
+            log.warning("%s are not captured, and run op by op, as all others with this cause: %s", what, why)
+        return why
+
+
+def is_lack(error: Exception) -> bool:
+    """Whether a device had too little memory."""
+    return isinstance(error, torch.OutOfMemoryError) or OUT_OF_MEMORY in str(error).lower()
 
 
 class CapturedStep(Protocol):
@@ -33,7 +62,8 @@ class CapturedStep(Protocol):
 class GraphBackend(Protocol):
     """Captures steps. `device`: where their memory is; `chip`: the GPU that kernels are chosen for.
 
-    `captures_at_start`: whether a capture is worth its time before there is a request.
+    `captures_at_start`: whether a capture is worth its time before there is a request. `refusals`: names what
+    cannot be captured.
 
     A step runs once or twice while it is captured, so its rows must be padding then. Raises CannotRecord, or
     RuntimeError of the driver, where a step cannot be captured.
@@ -42,6 +72,7 @@ class GraphBackend(Protocol):
     device: torch.device
     chip: Chip | None
     captures_at_start: bool
+    refusals: CaptureRefusals
 
     def select(self) -> AbstractContextManager[object]:
         """Inside, this thread launches on the device."""
@@ -68,6 +99,7 @@ class TorchGraphs(GraphBackend):
                 "a GPU's kernels run on a CPU in Triton's interpreter alone: set TRITON_INTERPRET=1"
             )
         load_for_gpu()
+        self.refusals = CaptureRefusals()
         self.device, self.chip = torch.device("cpu"), chip
 
     def select(self) -> AbstractContextManager[object]:
@@ -109,8 +141,8 @@ class CudaGraphs(GraphBackend):
 
     captures_at_start = True
 
-    def __init__(self, device: torch.device, chip: Chip | None) -> None:
-        self.device, self.chip = device, chip
+    def __init__(self, device: torch.device, chip: Chip | None, num_ranks: int = 1) -> None:
+        self.device, self.chip, self.refusals = device, chip, CaptureRefusals(num_ranks)
         self._pool = torch.cuda.graph_pool_handle()
 
     @cached_property

@@ -110,7 +110,7 @@ class ModelRunner:
             self.step_kind, self.is_recorded = replay.describe(), True
         except (CannotRecord, KernelFailed, RuntimeError) as error:
             check_lost(error, self.device, "the capture of its steps")
-            self.step_kind = f"op by op: {error}"
+            self.step_kind = "op by op: " + graphs.refusals.refuse("decodes", error)
 
     def close(self) -> None:
         """Let the executor's threads go. Nothing can run afterwards."""

@@ -83,6 +83,10 @@ class ReplyFormat:
         """What the template reads. Raises BadTemplate."""
         return self._template.variables if self._template else frozenset()
 
+    def mentions(self, name: str) -> bool:
+        """Whether the template's text has a name, so that it may read a key of a message."""
+        return name in self._source
+
     def switched(
         self, kwargs: Mapping[str, object], effort: str | None = None
     ) -> tuple[dict[str, object], bool, tuple[str, ...]]:

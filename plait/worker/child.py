@@ -364,10 +364,12 @@ def _beat(status: protocol.SharedStatus, link: Link) -> None:
     watch = RankWatch()
     while True:
         status.beat()
-        if (pid := watch.find_quiet()) is not None:
-            lost = RankLost(f"a rank (process {pid}) has shown no sign of life for {QUIET_S:g} s")
+        lost = watch.find_ended()
+        if lost is None and (pid := watch.find_quiet()) is not None:
+            lost = pid, f"has shown no sign of life for {QUIET_S:g} s"
+        if lost is not None:
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)  # one that is stopped would not see that this process ends
-            _report_end(link, lost)
+                os.kill(lost[0], signal.SIGKILL)  # one that is stopped would not see that this process ends
+            _report_end(link, RankLost(f"a rank (process {lost[0]}) {lost[1]}"))
             os._exit(1)
         time.sleep(BEAT_S)

@@ -14,16 +14,14 @@ from typing import Any
 import pytest
 
 from plait.bench.machine import find_version
-from plait.cli.common import doctor_checks
-from plait.cli.common.disk_facts import hub_facts
+from plait.cli.common import doctor_checks, machine_facts
 from plait.cli.common.doctor_checks import (
     CHECKS,
     DoctorRequest,
-    compiler_facts,
-    gpu_facts,
     gpu_kernel_facts,
     torch_facts,
 )
+from plait.cli.common.machine_facts import compiler_facts, gpu_facts, hub_facts
 from plait.cli.doctor import format_rows, text_lines
 from plait.loading.kernel_trials.verdicts import TrialSite, hash_sources, keep_verdicts
 
@@ -236,6 +234,22 @@ def test_a_driver_answers_with_its_devices(tmp_path: Path, monkeypatch: pytest.M
     assert gpu_facts() == [{"name": "NVIDIA K80", "driver": "470.1", "memory_mib": "11441"}]
     smi.write_text("#!/bin/sh\nexit 9\n")
     assert gpu_facts() == []
+
+
+def test_without_the_driver_s_command_devices_are_those_of_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container may have the driver's library and /dev/nvidia0 alone."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(machine_facts, "NVIDIA", tmp_path / "version")
+    monkeypatch.setattr(machine_facts, "DEVICES", tmp_path)
+    monkeypatch.setattr(machine_facts, "ASK_TORCH", "raise SystemExit('it looked')")
+    assert gpu_facts() == []
+    (tmp_path / "nvidia0").touch()
+    assert gpu_facts() == [{"name": "an NVIDIA device", "driver": "unknown"}]
+    script = 'print(\'[{"name": "NVIDIA H200", "driver": "of CUDA 12.8"}]\')'
+    monkeypatch.setattr(machine_facts, "ASK_TORCH", script)
+    assert gpu_facts() == [{"name": "NVIDIA H200", "driver": "of CUDA 12.8"}]
 
 
 def test_a_compiler_is_looked_for_where_there_is_a_gpu(

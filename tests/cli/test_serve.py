@@ -27,7 +27,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_flags_win_over_the_file_and_the_file_over_defaults(
-    plait: Run, served: list[Any], tmp_path: Path
+    plait: Run, served: list[Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "plait.toml"
     file.write_text(
@@ -40,8 +40,11 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(
     assert model == "m"
     assert server == ServerConfig(port=8080, log_level="debug", api_key=("a:one", "b:two"))
     assert engine == EngineConfig(max_num_seqs=4)
-    file.write_text('[server]\nport = 1\nlog_level = "error"\n')
+    assert (reread(), caplog.text) == (server, "")
+    more = '[engine]\nmax-num-seqs = 5\ndtype = "float16"\n[models.a]\nmodel = "b"\n'
+    file.write_text('[server]\nport = 1\nlog_level = "error"\n' + more)
     assert reread() == ServerConfig(port=8080, log_level="error")
+    assert "reload: [engine] max_num_seqs, [models.a] model: what is new takes effect at the" in caplog.text
     file.write_text("[server")
     with pytest.raises(ConfigError, match="cannot be read"):
         reread()

@@ -214,3 +214,12 @@ def test_of_a_gpu_the_share_that_is_set_is_the_limit(share: float) -> None:
     for wrong in (0.0, 1.01, -1.0, float("nan")):
         with pytest.raises(ConfigError, match="is no share between 0 and 1"):
             EngineConfig(gpu_memory=wrong)
+
+
+def test_a_state_of_an_unknown_dtype_names_those_that_there_are() -> None:
+    with pytest.raises(
+        ValueError, match=r"SlotState: ssm: dtype 'float' is none of model, float32, bfloat16"
+    ):
+        SlotState({"ssm": ((4, 5), "float")})
+    with pytest.raises(ValueError, match="PagedState: dtype 'fp8' is none of model, float32"):
+        PagedState({"k": (4,)}, dtype="fp8")

@@ -238,6 +238,14 @@ def test_without_a_c_compiler_no_kernel_is_tried_and_none_is_at_fault(
     assert all(found.endswith(why[-60:]) for found in chip.trials.values())
     assert not read_verdicts(tmp_path, trials.find_site(CHIP)), "tried again at the next startup"
     assert caplog.text.count("Failed to find C compiler") == 1, "one line for all of them"
+    keep_verdicts(tmp_path, trials.find_site(CHIP), {trial.key: "" for trial in asked})
+    caplog.clear()
+    assert not any(prove_kernels(CHIP, FAKES, asked, tmp_path, lambda done, total: None).trials.values())
+    monkeypatch.setattr(trials, "COMPILERS", ("no-compiler",))
+    later = prove_kernels(CHIP, FAKES, asked, tmp_path, lambda done, total: None)
+    assert later.trials == chip.trials, "also with verdicts of a time when there was one"
+    assert caplog.text.count("Failed to find C compiler") == 1
+    assert not any(read_verdicts(tmp_path, trials.find_site(CHIP)).values()), "these stay"
     assert "5 GPU kernels are not used (op 0, op 1, op 2, …): it could not be tried: Triton" in caplog.text
 
 

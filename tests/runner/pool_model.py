@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.ops.chip import Chip
 from plait.ops.launch import capture_launches
-from plait.runner.graph_backends import GraphBackend, Step
+from plait.runner.graph_backends import CaptureRefusals, GraphBackend, Step
 from plait.runner.replay import find_tensors
 
 ALIGNED = 512  # bytes
@@ -117,6 +117,7 @@ class PoolGraphs(GraphBackend):
     def __init__(self, most: int = 1 << 60) -> None:
         self.device, self.chip, self.pool = torch.device("cpu"), None, Pool()
         self.sizes: list[int] = []
+        self.refusals = CaptureRefusals()
         self.most = most
 
     chip: Chip | None

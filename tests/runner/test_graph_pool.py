@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from plait.errors import RankLost
 from plait.memory import block_groups
 from plait.model.decoder import Decoder
 from plait.request import SamplingParams
 from plait.runner.batches.check_batch import CheckBatch
 from plait.runner.device_graphs import AT_START, DeviceReplay, GraphKey
+from plait.runner.graph_backends import CaptureRefusals
 from plait.runner.host.static_batch import Capacity
 from plait.runner.runner import ModelRunner
 from plait.runner.sampler import Sampler
@@ -158,10 +160,27 @@ def test_what_does_not_fit_is_left_to_smaller_graphs(
     with caplog.at_level(logging.INFO, "plait"):
         replay, runner = make_replay(decoder, short)
     assert next(iter(replay._graphs)).bucket < SEQS
-    assert f"steps of {SEQS} sequences are not captured: their memory is not there" in caplog.text
+    assert f"steps of {SEQS} sequences are not captured" in caplog.text
+    assert caplog.text.count("CUDA out of memory") == 1, "a cause is named once"
     assert runner.is_recorded
     taken = (short.pool.nbytes) >> 20
     assert f"memory: the graphs of startup have taken {taken} MiB" in caplog.text
+
+
+def test_a_rank_that_lacks_the_memory_of_a_graph_ends_the_group(decoder: Decoder) -> None:
+    """The others have captured the step: they would wait for sums that this rank does not compute."""
+    short = PoolGraphs(most=1)
+    short.refusals = CaptureRefusals(num_ranks=2)
+    with pytest.raises(RankLost, match=f"steps of {SEQS} sequences cannot be captured.* out of memory"):
+        make_replay(decoder, short)
+    short.captures_at_start = False
+    replay, _ = make_replay(decoder, short)
+    replay._fill = lambda *_: True  # type: ignore[method-assign]
+    plan: Any = None  # `_graph` hands it to `_fill` alone
+    rows = SamplingBatch((DRAWN,))
+    assert replay._tables.fill(rows)
+    with pytest.raises(RankLost, match="steps of 1 sequences cannot be captured"):
+        replay._graph(GraphKey(1, replay._tables.form), plan, rows, [0])
 
 
 def test_the_model_of_a_pool_splits_and_joins_blocks() -> None:

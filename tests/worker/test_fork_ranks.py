@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import pytest
 
 from plait.config import EngineConfig
 from plait.runner.ranks import processes
+from plait.runner.ranks.messages import Failed, Stepped, encode
 from plait.runner.ranks.processes import StartedRank
 from plait.worker import fork_ranks
 from tests.patience import PATIENCE_S
@@ -109,9 +111,10 @@ def test_a_rank_without_signs_of_life_is_found_and_one_that_has_not_begun_is_not
     monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     ours, theirs = socket.socketpair()
     silent, _other = socket.socketpair()
+    mine, reports = Pipe()
     begun, loading = (
-        StartedRank(SimpleNamespace(pid=pid), Connection(os.dup(end.fileno())), end)  # type: ignore[arg-type]
-        for pid, end in ((11, ours), (12, silent))
+        StartedRank(SimpleNamespace(pid=pid), connection, end)  # type: ignore[arg-type]
+        for pid, connection, end in ((11, mine, ours), (12, Connection(os.dup(silent.fileno())), silent))
     )
     processes.offer_ranks([begun, loading])
     assert [processes.take_rank(), processes.take_rank()] == [begun, loading]
@@ -129,8 +132,15 @@ def test_a_rank_without_signs_of_life_is_found_and_one_that_has_not_begun_is_not
         assert look_after(10.0) is None
         assert look_after(600.0) is None  # this process was stopped itself
         assert [look_after(10.0) for _ in range(7)][-2:] == [None, 11]
-        theirs.close()  # it has ended, which the step finds out
+        assert watch.find_ended() is None
+        theirs.close()  # it has ended, which the step finds out, unless it waits for the rank
         assert look_after(10.0) is None
+        assert watch.find_ended() is None
+        clock[0] += processes.ENDED_S + 1
+        assert watch.find_ended() == (11, "has ended")
+        reports.send_bytes(encode(Stepped(1, b"")))
+        reports.send_bytes(encode(Failed("RankLost: no memory")))
+        assert watch.find_ended() == (11, "has failed: RankLost: no memory")
     finally:
         begun.let_go()
         loading.let_go()

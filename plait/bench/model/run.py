@@ -16,6 +16,7 @@ from plait.bench.model.compare import SIDES, Contestant, Side, source_of
 from plait.bench.model.measure import Measure, MeasureSizes, Prompts, Row, round_number, take_turns
 from plait.bench.model.memory import Footprint, footprint
 from plait.errors import EngineError
+from plait.unread_options import KERNELS
 
 if TYPE_CHECKING:
     from plait.text.tokenizers.tokenizer import Tokenizer
@@ -229,7 +230,8 @@ def _compare_reference(
     with ExitStack() as stack:
         precise = child("precise", settings, stack).greedy(prompts, tokens)
     with ExitStack() as stack:
-        reference = child("reference ops", {**settings, "ops": "reference"}, stack)
+        plain = {name: value for name, value in settings.items() if name not in KERNELS}
+        reference = child("reference ops", {**plain, "ops": "reference"}, stack)
         theirs = reference.greedy(prompts, tokens)
         if wanted:
             gaps = (

@@ -8,10 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import re
-import shutil
-import subprocess
 import sys
-import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -21,7 +18,7 @@ from typing import Any, Literal
 from plait.bench import machine
 from plait.bench.machine import find_version
 from plait.checkpoint.packed_cache.file_format import default_folder, list_packed
-from plait.cli.common.disk_facts import free_bytes, hub_facts, is_writable
+from plait.cli.common.machine_facts import compiler_facts, free_bytes, gpu_facts, hub_facts, is_writable
 from plait.errors import CapacityError
 from plait.kernels.load import KernelTarget, cached_kernels, describe_target, why_refused
 from plait.loading.kernel_trials.verdicts import find_folder, hash_sources, list_verdicts
@@ -42,8 +39,6 @@ NEEDED = (
 )
 WANTED = ("numba", "llvmlite", "huggingface-hub", "triton")
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-NVIDIA = Path("/proc/driver/nvidia/version")
-GPU_FIELDS = "name,driver_version,memory.total"
 OLDEST_GPU = 7.5  # compute capability, as `ops.chip.OLDEST`, which needs torch
 MATRIX_GPU = 8.0  # as `ops.chip.PRODUCTS`
 GIB = 1 << 30
@@ -123,24 +118,6 @@ def memory_facts() -> Facts:
     }
 
 
-def gpu_facts() -> list[Facts]:
-    """NVIDIA devices, as their driver reports them."""
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        drivers = read_text(NVIDIA).splitlines()[:1]
-        return [{"name": "an NVIDIA device", "driver": driver} for driver in drivers]
-    for query in (f"{GPU_FIELDS},compute_cap", GPU_FIELDS):  # drivers before 510 do not know the last field
-        asked = [command, f"--query-gpu={query}", "--format=csv,noheader,nounits"]
-        try:
-            out = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout
-        except (OSError, subprocess.SubprocessError):
-            continue
-        names = ("name", "driver", "memory_mib", "capability")[: query.count(",") + 1]
-        rows = [[part.strip() for part in line.split(",")] for line in out.splitlines()]
-        return [dict(zip(names, row, strict=True)) for row in rows if len(row) == len(names)]
-    return []
-
-
 def wall_facts() -> list[str]:
     """What confines the process that renders chat templates, and the one that tries grammars out."""
     sandbox = Sandbox()
@@ -152,7 +129,7 @@ def wall_facts() -> list[str]:
         sandbox.close()
 
 
-def torch_facts(gpus: Sequence[Facts]) -> Facts:
+def torch_facts(gpus: Sequence[Mapping[str, str]]) -> Facts:
     """torch's build, read from its files; whether it finds a GPU is checked only if there seems to be one."""
     spec = find_spec("torch")
     root = Path(spec.origin).parent if spec is not None and spec.origin else None
@@ -165,17 +142,6 @@ def torch_facts(gpus: Sequence[Facts]) -> Facts:
 
         finds_gpu = torch.cuda.is_available()
     return {"version": find_version("torch"), "cuda": cuda, "finds_gpu": finds_gpu}
-
-
-def compiler_facts(gpus: Sequence[Facts]) -> Facts:
-    """What Triton compiles its launcher with, where there is a GPU: a C compiler, and Python's headers."""
-    if not gpus:
-        return {}
-    scheme = sysconfig.get_default_scheme()
-    scheme = "posix_prefix" if scheme == "posix_local" else scheme  # Debian's, without headers
-    headers = Path(sysconfig.get_paths(scheme)["include"]) / "Python.h"
-    command = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    return {"command": command, "headers": str(headers) if headers.is_file() else None}
 
 
 def kernel_facts(target: KernelTarget | None) -> Facts:

@@ -220,6 +220,15 @@ def start_child(children: TrialChildren) -> tuple[ChildProcess | None, Attempt]:
     return None, Attempt(False, f"{UNTRIED}: {obstacle}", is_sure=is_sure)
 
 
+def find_start_failure(run: TrialRun) -> str:
+    """Why no kernel can be launched here, as a child finds out; empty: they can be."""
+    with TrialChildren(run) as children:
+        child, why = start_child(children)
+        if child is not None:
+            children.end(child)
+    return why.text
+
+
 def _ask(child: ChildProcess, trial: KernelTrial, trial_s: float) -> Attempt:
     """Have a child try a kernel."""
     try:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,7 +26,14 @@ import torch
 from plait.checkpoint.weights import Target
 from plait.config import UNPROVEN
 from plait.engine.device import is_exclusive
-from plait.loading.kernel_trials.attempts import WORKERS, KernelTrial, OnTrial, TrialRun, run_trials
+from plait.loading.kernel_trials.attempts import (
+    WORKERS,
+    KernelTrial,
+    OnTrial,
+    TrialRun,
+    find_start_failure,
+    run_trials,
+)
 from plait.loading.kernel_trials.verdicts import (
     TrialSite,
     driver_version,
@@ -47,6 +55,7 @@ from plait.ops.step import locate_tokens, move_rows_on
 
 MOST_WORKERS = 8  # where there are processors for more; each has the context of a GPU, half a gigabyte there
 SMALL_GPU = 16 << 30  # bytes
+COMPILERS = ("gcc", "clang")  # without both a child finds out whether another one serves, or Triton's cache
 MOST_NAMED = 3  # kernels that a line of the log names
 WHAT = "trying GPU kernels (at the first startup with this GPU and these versions)"
 STANDARD = {"block_size": BLOCK, "kv_dtype": "model"}  # what every mixer adds to an op's own sizes
@@ -181,6 +190,8 @@ def prove_kernels(
             lasting, passing = run_trials(run, due, on_trial, partial(keep_verdicts, folder, site))
             keep_verdicts(folder, site, lasting)
         known = {**known, **lasting, **passing}
+    elif new and not any(map(shutil.which, COMPILERS)) and (why := find_start_failure(run)):
+        known = {trial.key: why for trial in new}  # Triton's cache has no launcher, and it can make none
     verdicts = {trial.key: known[trial.key] for trial in new}
     rejected = {key: why for key, why in verdicts.items() if why}
     kept = f"{len(new) - len(due)} of them at an earlier startup"

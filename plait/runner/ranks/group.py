@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import TypeVar
 
 from torch import Tensor
@@ -18,6 +15,7 @@ from plait.config import EngineConfig
 from plait.errors import CannotDivide, EngineError, PlaitError, RankLost, clip_text
 from plait.ops.chip import Chip
 from plait.partition import Rank
+from plait.runner.ranks.meeting import MeetingFolder
 from plait.runner.ranks.messages import (
     Failed,
     Join,
@@ -67,8 +65,8 @@ class RankGroup:
     def __init__(self, rank: Rank, model: str, config: EngineConfig) -> None:
         """Start the processes. Raises OSError and RankLost. `rank`: this process's, number 0."""
         self.rank = rank
-        self._folder = Path(tempfile.mkdtemp(prefix="plait-ranks-"))
-        self.meeting = str(self._folder / "meeting")
+        self._folder = MeetingFolder()
+        self.meeting = str(self._folder.path / "meeting")
         self._members: list[_Member] = []
         self._number = 0
         self._expected: dict[int, bytes] = {}  # by the number of a step that some rank has not reported
@@ -173,7 +171,7 @@ class RankGroup:
         for member in self._members:
             member.started.end()
         self._members = []
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
     def _send(self, message: RankMessage) -> bytes:
         self._check()
@@ -222,11 +220,8 @@ class RankGroup:
 
     def _ends(self) -> Iterator[str]:
         for member in self._members:
-            with suppress(OSError, EOFError, EngineError):
-                while member.connection.poll():
-                    report = receive_report(member.connection)
-                    if isinstance(report, Failed):
-                        yield f"rank {member.index} has failed: {report.text}"
+            if (failure := member.started.read_failure()) is not None:
+                yield f"rank {member.index} has failed: {failure}"
             with suppress(subprocess.TimeoutExpired):
                 code = member.process.wait(0.2)
                 how = f"by signal {-code}" if code < 0 else f"with code {code}"

@@ -24,10 +24,13 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from plait.errors import EngineError
+
 LEAVE_S = 5.0  # a rank gets this long to end by itself
 LOOK_S = 0.005  # between two looks at a process that is to end
 SIGN_S = 0.25  # between two signs of life
 QUIET_S = 60.0  # a rank without any is taken for dead, as an engine is
+ENDED_S = 5.0  # for this process to find out that a rank has ended, unless it waits for that rank's part
 _RUN = (
     "import json, sys, signal as s; [s.signal(n, s.SIG_IGN) for n in (s.SIGINT, s.SIGTERM, s.SIGHUP)]; "
     "sys.path[:] = json.loads(sys.argv[1]); from plait.worker.rank import main; "
@@ -104,6 +107,23 @@ class StartedRank(Struct, frozen=True):
             return True
         return True
 
+    def has_ended(self) -> bool:
+        """Whether its process has closed the other end."""
+        with suppress(OSError):
+            return self.held.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        return False
+
+    def read_failure(self) -> str | None:
+        """Why it failed, if that is among the reports that nothing has read; they are read then."""
+        from plait.runner.ranks.messages import Failed, receive_report  # with torch, which is late here
+
+        with suppress(OSError, EOFError, EngineError):
+            while self.connection.poll():
+                report = receive_report(self.connection)
+                if isinstance(report, Failed):
+                    return report.text
+        return None
+
     def end(self) -> None:
         """Wait for its end, and kill it if that does not come. `let_go` comes before."""
         try:
@@ -151,6 +171,7 @@ class RankWatch:
 
     def __init__(self) -> None:
         self._signs: dict[int, float] = {}  # by process: when it last showed that it runs
+        self._ends: dict[int, float] = {}  # by process: when it was seen to have ended
         self._looked_s = time.monotonic()
 
     def find_quiet(self, quiet_s: float = QUIET_S) -> int | None:
@@ -168,6 +189,19 @@ class RankWatch:
                 self._signs[pid] = now
             if now - self._signs.get(pid, now) > quiet_s:
                 return pid
+        return None
+
+    def find_ended(self, ended_s: float = ENDED_S) -> tuple[int, str] | None:
+        """(process, why) of a rank that ended so long ago, and is not let go; None: there is none.
+
+        This process waits in a sum for it, on a GPU until NCCL's limit of minutes.
+        """
+        now = time.monotonic()
+        for rank in [*_running]:
+            pid = rank.process.pid
+            if rank.has_ended() and now - self._ends.setdefault(pid, now) > ended_s:
+                failure = rank.read_failure()
+                return pid, "has ended" if failure is None else f"has failed: {failure}"
         return None
 
 

@@ -29,6 +29,7 @@ from plait.server.api.reply import (
 )
 from plait.server.api.schema import ChatRequest
 from plait.server.api.token_scores import ChosenToken, Count, PromptScores, list_prompt_scores
+from plait.server.api.unread_keys import list_unread_keys
 from plait.server.api.validate import allow_tools, from_template_kwargs
 from plait.server.gateway.request_context import RequestContext
 from plait.server.openai.chat_state import ChatKeeper, keeper_of
@@ -176,6 +177,7 @@ def plan_chat(context: RequestContext, body: Mapping[str, object], words: Mappin
     validate.check_tools(asked.tools, asked.tool_choice)
     kwargs, thinks, unread = front.reply_format.switched(asked.chat_template_kwargs, asked.reasoning_effort)
     context.report_unread(unread, words)
+    context.report_unread(list_unread_keys(asked.messages, front.reply_format.mentions), words)
     # With tool_choice "none" the template gets no tools, so that the model does not try to call one.
     tools = () if asked.tool_choice == "none" else tuple(asked.tools)
     options = {**kwargs, **validate.turn_options(asked), "tools": list(tools) or None}

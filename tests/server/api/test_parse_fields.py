@@ -8,6 +8,7 @@ import pytest
 
 from plait.errors import InvalidField
 from plait.server.api.parse_fields import AS_MANY_AS_FIT, NAMES, REFUSED, rename_params
+from plait.server.api.unread_keys import list_unread_keys
 from plait.server.api.validate import COMPLETION_MAX_TOKENS, list_ignored
 from plait.server.openai.completions import FIELDS
 from tests.contract.wire import Client
@@ -152,6 +153,26 @@ def test_unread_fields_are_counted_where_they_are_too_many_to_name(client: Clien
     answer = client.complete(max_tokens=1, **{f"strange{i}": 1 for i in range(20)})
     names = answer.headers["x-plait-ignored"].split(",")
     assert (len(names), names[0], names[-1]) == (17, "strange0", "+4")
+
+
+def test_keys_in_messages_that_nothing_reads_are_named(client: Client) -> None:
+    """Those of a reply that a client sends back, of hints to caches, and those without a value are not."""
+    part = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}, "detail": "low"}
+    messages = [
+        {"role": "user", "content": [part, part], "weight": 1, "name": "b"},
+        {
+            "role": "assistant",
+            "content": "c",
+            "annotations": [1],
+            "audio": None,
+            "function_call": {"name": "d"},
+        },
+        {"role": "user", "content": "e", "weight": 1, "refusal": None, "content_type": ""},
+    ]
+    answer = client.post("/v1/chat/completions", {"messages": messages, "max_tokens": 1})
+    names = "messages.weight,messages.function_call,messages.content.detail"
+    assert (answer.status, answer.headers["x-plait-ignored"]) == (200, names)
+    assert list_unread_keys(messages, "a template of weight".__contains__)[0] == "messages.function_call"
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_n_sigma"])
