@@ -31,7 +31,7 @@ from plait.runner.host.sampler import (
     sampled_rows,
 )
 from plait.runner.logprobs import list_requests, read_answers, read_score, score_requests
-from plait.runner.sampling_tables import SamplingTables, upload
+from plait.runner.sampling_tables import SamplingTables, copy_to_device
 from plait.schedule.plan import Sampled, SamplingBatch, SamplingRow
 
 LEAST_ROWS = 16  # of the tables of a GPU
@@ -167,7 +167,7 @@ class Sampler:
                 tuple(replace(r, negative=found_at[r.negative]) if r.negative >= 0 else r for r in rows)
             )
             index = [i for n in places for i in range(ends[n] - batch.rows[n].num_logits, ends[n])]
-            mine = logits[upload(np.array(index, np.int64), logits.device)]
+            mine = logits[copy_to_device(np.array(index, np.int64), logits.device)]
             found = self.host.sample(mine.cpu().numpy(), part) if on_host else self.sample(mine, part)
             answers.update(zip(places, found, strict=True))
         return [answers[n] for n in range(len(batch.rows))]
@@ -185,7 +185,9 @@ class Sampler:
         if draws:
             index = sampled_rows(batch.rows)
             if len(index) < logits.shape[0]:
-                ids, values = self._drawn_on_gpu(logits[upload(np.array(index), logits.device)], draws)
+                ids, values = self._drawn_on_gpu(
+                    logits[copy_to_device(np.array(index), logits.device)], draws
+                )
             else:
                 ids, values = self._drawn_on_gpu(logits, draws)
         requests = list(list_requests(batch, self.limit - len(self.holes)))

@@ -62,9 +62,9 @@ class Allocation:
         blocks, window = [-(-length // self.block_size) for length in lengths], self.windows[group]
         if window is None:
             return sum(blocks)
-        beside = num_window_blocks(window, self.block_size)
-        new = sum(max(n - beside, 0) for n in blocks)
-        return sum(min(n, beside) for n in blocks) + min(new, -(-self.max_step_len // self.block_size))
+        most = num_window_blocks(window, self.block_size)
+        new = sum(max(n - most, 0) for n in blocks)
+        return sum(min(n, most) for n in blocks) + min(new, -(-self.max_step_len // self.block_size))
 
     def shortage(self, *lengths: int) -> tuple[int, int] | None:
         """(blocks needed, blocks there are) in the first group where sequences of these lengths never fit."""
@@ -213,8 +213,8 @@ class Allocation:
     def limit_ahead(self, sequences: Sequence[TokenSequence], most: int, *, is_copied: bool) -> int:
         """How many steps one plan can have, at most `most`: blocks are reserved, slots can be copied."""
         if (slots := self.pools.slots) and most > 1:  # a plan ends where a snapshot is needed
-            is_room = not is_copied or slots.num_available >= len(sequences)
-            most = min(most, *map(self.until_mark, sequences)) if is_room else 1
+            can_copy = not is_copied or slots.num_available >= len(sequences)
+            most = min(most, *map(self.until_mark, sequences)) if can_copy else 1
         return most if most > 1 and self.reserve_ahead(sequences, most) else 1
 
     def reserve_all(self, sequences: Sequence[TokenSequence], lengths: Sequence[int]) -> bool:
