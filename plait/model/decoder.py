@@ -47,7 +47,7 @@ class Branch:
             x, h = self.norm.add(x, delta)
         else:
             h = x = x if delta is None else self._combine(x, delta, 1.0)
-        return self._kept(x, h), h
+        return self._residual(x, h), h
 
     def enter_beside(
         self, x: Tensor, delta: Tensor | None, embeddings: Tensor, batch: Batch, store: StateStore
@@ -58,9 +58,9 @@ class Branch:
         x = x if delta is None else self._combine(x, delta, 1.0)
         seen = self.aside(x, embeddings, batch, store)
         h = self.norm.add(x, seen)[1] if self.norm else self._combine(x, seen, 1.0)
-        return self._kept(x, h), h
+        return self._residual(x, h), h
 
-    def _kept(self, x: Tensor, h: Tensor) -> Tensor:
+    def _residual(self, x: Tensor, h: Tensor) -> Tensor:
         if self.keep is None:
             return x
         return h if self.keep == 1.0 else self._rescale(h, self.keep, None)

@@ -196,7 +196,7 @@ class DeviceReplay:
                 raise EngineError(f"{plan.num_steps} steps at once, and their answers need the host")
             graph.replay()
             self._show_rows(plan, rows)
-            self.batch.moved_on(rows)
+            self.batch.move_on(rows)
             (index,) = upload([np.array(rows, np.int64)], self._backend.device)
             return Done(self.sampler.sample(graph.result[index], sampling))
         reads = []
@@ -204,9 +204,9 @@ class DeviceReplay:
             graph.replay()
             self._show_rows(plan, rows)
             reads.append(self._backend.read(self._answers[:, : key.bucket]))
-            self.batch.moved_on(rows)
-        self._tables.moved_on(plan.num_steps)
-        self.batch.sampled(rows, plan.step)
+            self.batch.move_on(rows)
+        self._tables.move_on(plan.num_steps)
+        self.batch.mark_sampled(rows, plan.step)
         seq_ids, columns = [chunk.seq_id for chunk in plan.chunks], [(row,) for row in rows]
         return DeviceTicket(self, plan.step, reads, columns, seq_ids, can_be_followed=True)
 
@@ -250,7 +250,7 @@ class DeviceReplay:
             log.warning("steps of %d sequences are not captured, and run op by op: %s", key.bucket, error)
             return None
         finally:  # what was captured has run over the tables
-            self._tables.moved_on()
+            self._tables.move_on()
             self._filled = None
             self._fill(plan, sampling, rows)
         return graph
@@ -320,7 +320,7 @@ class DeviceReplay:
         ids, values = self.sampler.draw(logits, self._eager_tables)
         if placed:
             self.batch.token_ids.index_copy_(0, to_row, ids[from_draw])
-            self.batch.sampled(rows, plan.step)
+            self.batch.mark_sampled(rows, plan.step)
         read = self._backend.read(torch.stack((ids.double(), values.double())))
         columns = list_columns(sampling.rows)
         is_whole = all(row.num_samples == 0 or chunk.seq_id in placed_ids for chunk, row in drawing)

@@ -77,7 +77,7 @@ class Sampler:
     @property
     def plain_largest(self) -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
         """Finds what `sample` takes as `largest`; None where every row is edited."""
-        return None if len(self.holes) else lambda logits: self._largest(self.host.limited(logits))
+        return None if len(self.holes) else lambda logits: self._largest(self.host.cut_to_limit(logits))
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> list[Sampled]:
         """logits: [L, vocab] float, each row's `num_logits` in turn -> one answer per row of the batch.
@@ -105,7 +105,7 @@ class Sampler:
         that is not finite is of a broken row: it has to be checked where ids are read, as `sample` does.
         """
         rows, form = logits.shape[0], tables.form
-        logits = self.host.limited(logits)
+        logits = self.host.cut_to_limit(logits)
         if form.is_edited:
             logits = self._edit_rows(logits, *tables.edits(rows))
         if form.is_drawn:
@@ -113,7 +113,7 @@ class Sampler:
         else:
             ids, values = self._largest(logits)
         if form.moves_on and (form.is_drawn or form.is_edited):
-            self._count(ids, *tables.counted(rows))
+            self._count(ids, *tables.counters(rows))
         return ids, values
 
     def prepare(self) -> None:
@@ -172,7 +172,7 @@ class Sampler:
             answers.update(zip(places, found, strict=True))
         return [answers[n] for n in range(len(batch.rows))]
 
-    def _drawn_on_gpu(self, logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
+    def _draw_on_gpu(self, logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
         """A row of logits for each draw -> ids and largest logits, on the device."""
         if self._scratch is None or self._scratch.capacity < len(draws):
             self._scratch = self.tables(count_scratch(len(draws)))
@@ -185,11 +185,9 @@ class Sampler:
         if draws:
             index = sampled_rows(batch.rows)
             if len(index) < logits.shape[0]:
-                ids, values = self._drawn_on_gpu(
-                    logits[copy_to_device(np.array(index), logits.device)], draws
-                )
+                ids, values = self._draw_on_gpu(logits[copy_to_device(np.array(index), logits.device)], draws)
             else:
-                ids, values = self._drawn_on_gpu(logits, draws)
+                ids, values = self._draw_on_gpu(logits, draws)
         requests = list(list_requests(batch, self.limit - len(self.holes)))
         if not draws and not requests:
             return [Sampled() for _ in batch.rows]

@@ -173,7 +173,7 @@ class SamplingTables:
         rest = (self._whole("until", rows), self._whole("position", rows))
         return self._block[last : last + 3, :rows], *tables, penalties, self._stops[:rows], *rest
 
-    def counted(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    def counters(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """What a drawn token changes: positions, lines of counts, and counts."""
         counts = self._counts.tensor if self._is_edited else self._no_counts
         return self._whole("position", rows), self._whole("count", rows), counts
@@ -225,7 +225,7 @@ class SamplingTables:
         if (sizes := self._tensors()) != self._sizes:
             self._sizes, self._replaced = sizes, self._replaced + 1
 
-    def moved_on(self, steps: int = 1) -> None:
+    def move_on(self, steps: int = 1) -> None:
         """Report launches of `draw` over the last batch, of which each added a token to every sequence.
 
         A history that has become longer by another number is counted anew: without reports, each one.
@@ -277,11 +277,11 @@ class SamplingTables:
             lines.append(line)
             if is_new:
                 new.append(line)
-                rows.append(self._allowed(row.masks[i]).view(np.int32))
+                rows.append(self._without_banned(row.masks[i]).view(np.int32))
         self._masks.write(new, np.array(rows))
         return lines
 
-    def _allowed(self, mask: bytes) -> npt.NDArray[np.uint32]:
+    def _without_banned(self, mask: bytes) -> npt.NDArray[np.uint32]:
         """A mask without the banned ids, as words."""
         found = np.zeros(len(self._words), np.uint32)
         given = np.frombuffer(mask, np.uint8)[: found.nbytes]
@@ -334,7 +334,7 @@ class SamplingTables:
             return []
         early = sorted(t for t in row.stop_token_ids if 0 <= t < self.limit)
         if early and row.masks and row.masks[i]:
-            allowed = self._allowed(row.masks[i])
+            allowed = self._without_banned(row.masks[i])
             for t in early:
                 allowed[t // 32] &= ~np.uint32(1 << (t % 32))
             early = early if allowed.any() else []

@@ -213,7 +213,7 @@ class DiskPrefixes:
         index, chain, size = pools.index, seq.chain, pools.block_size
         limit = seq.num_tokens - 1
         whole = min(limit // size, len(chain) - 1)
-        for i in range(self._known(pools, chain, whole), hit.length // size - 1, -1):
+        for i in range(self._count_known(pools, chain, whole), hit.length // size - 1, -1):
             for rest, file in self._starts(pools, seq, i, limit):
                 length = i * size + len(rest)
                 if length <= hit.length or (blocks := self._missing(pools, chain, i, length)) is None:
@@ -231,7 +231,7 @@ class DiskPrefixes:
                 return length, (chain[i], rest), [*reversed(files), *first]
         return None
 
-    def _known(self, pools: Pools, chain: Sequence[bytes], whole: int) -> int:
+    def _count_known(self, pools: Pools, chain: Sequence[bytes], whole: int) -> int:
         """How many whole blocks every group of full attention has, in memory or on the disk."""
         full = [g for g, window in enumerate(pools.index.windows) if window is None]
         blocks, find = pools.index.blocks, self.disk.block

@@ -108,7 +108,7 @@ class Scheduler:
         if drafts and not self._suspects:
             self._add_drafts(shares, drafts)
         is_single = is_observed or drafts or self.waiting or self._suspects
-        return self._planned(shares, is_single=bool(is_single), is_compared=is_compared)
+        return self._make_plan(shares, is_single=bool(is_single), is_compared=is_compared)
 
     def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
         """The step after `plan`, which was launched and is not committed; what that one samples is FOLLOW.
@@ -134,9 +134,9 @@ class Scheduler:
             self._admit_waiting(shares)
         if not any(shares.values()):
             return None
-        return self._planned(shares, is_single=bool(self.waiting))
+        return self._make_plan(shares, is_single=bool(self.waiting))
 
-    def _planned(
+    def _make_plan(
         self, shares: Mapping[int, int], *, is_single: bool, is_compared: bool = False
     ) -> StepPlan | None:
         """The plan of these shares and of the moves that memory needs; None if there is nothing to do."""
@@ -257,7 +257,7 @@ class Scheduler:
                 continue
             # The last sampled token is never computed, and a chunk ends where a snapshot is needed.
             most = min(budget, seq.max_len - seq.num_tokens - 1, self.memory.until_mark(seq) - share)
-            draft = seq.allowed(drafts[seq.id][: max(most, 0)])
+            draft = seq.cut_draft(drafts[seq.id][: max(most, 0)])
             length = seq.num_computed_tokens + share + len(draft)
             if draft and self.memory.reserve(seq, length) and self.memory.branch(seq, len(draft)):
                 seq.draft = draft

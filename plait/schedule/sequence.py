@@ -202,7 +202,7 @@ class TokenSequence:
         """Whether it may run, because its guide is compiled or it has none."""
         return self.guide is None or self.guide.is_ready
 
-    def allowed(self, draft: tuple[int, ...]) -> tuple[int, ...]:
+    def cut_draft(self, draft: tuple[int, ...]) -> tuple[int, ...]:
         """The first tokens of a draft, as many as the guide allows."""
         return draft if self.guide is None else draft[: max(len(self.guide.masks(draft)) - 1, 0)]
 

@@ -100,7 +100,7 @@ class _Outlook(Struct, frozen=True):
     rows: float
     drafted: float
 
-    def exchanged(self, old: _Outlook, new: _Outlook) -> _Outlook:
+    def exchange(self, old: _Outlook, new: _Outlook) -> _Outlook:
         """This step, with one sequence's share replaced by a longer one."""
         tokens, rows = self.tokens + new.tokens - old.tokens, self.rows + new.rows - old.rows
         return _Outlook(tokens, rows, max(self.drafted, new.drafted))
@@ -246,7 +246,7 @@ class Speculation(Struct):
         for i in _by_promise(choices, most):
             tried[i] += 1
             longer = choices[i].outlook(tried[i], replays=self.replays)
-            step, now[i] = step.exchanged(now[i], longer), longer
+            step, now[i] = step.exchange(now[i], longer), longer
             value = self._tokens_per_s(step)
             waited += 1
             if value > best:
@@ -283,7 +283,7 @@ class Speculation(Struct):
         """Tokens of all sequences by the time of a step; without measured costs in an arbitrary unit."""
         seconds = self.costs.step_s(step.rows)
         if seconds is None:
-            return step.tokens / StepCosts.assumed(step.rows)
+            return step.tokens / StepCosts.assume(step.rows)
         return step.tokens / (seconds + self._draft_token_s() * step.drafted)
 
     def _draft_token_s(self) -> float:
