@@ -11,7 +11,7 @@ from plait.schedule.disk_prefixes import MOST_AHEAD, DiskPrefixes
 from plait.schedule.plan import Drop, Move, Save
 from plait.schedule.pools import CacheOptions, Pools
 from plait.schedule.sequence import TokenSequence
-from plait.state.blocks import GARBAGE, Hit, PrefixListener, Snapshot, extend, root
+from plait.state.blocks import GARBAGE, Hit, PrefixListener, PrefixPlace, Snapshot, extend, root
 
 
 def num_window_blocks(window: int, block_size: int) -> int:
@@ -302,7 +302,7 @@ class Allocation:
             if self.disk and self.has_slots and not is_spare and not is_near:
                 self.disk.keep_snapshot(self.pools, seq, place, partial)
 
-    def _place(self, seq: TokenSequence, at: int) -> tuple[bytes, tuple[int, ...]] | None:
+    def _place(self, seq: TokenSequence, at: int) -> PrefixPlace | None:
         """The name of a position in this sequence; None where no sequence could start."""
         whole, rest = divmod(at, self.block_size)
         if not whole or (rest and any(not table[whole] for table in seq.tables)):
@@ -352,7 +352,7 @@ class Allocation:
         self.pools.give_slot(seq.slot)
         seq.forget_memory()
 
-    def _leave(self, seq: TokenSequence, place: tuple[bytes, tuple[int, ...]]) -> None:
+    def _leave(self, seq: TokenSequence, place: PrefixPlace) -> None:
         """Turn the sequence's own slot into a snapshot, if there is none at this place."""
         at = seq.num_computed_tokens // self.block_size
         partial = tuple(table[at] for table in seq.tables) if place[1] else ()
