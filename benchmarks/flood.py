@@ -122,6 +122,13 @@ class Flood:
             await self._send()
         await self._finish()
 
+    async def once(self) -> None:
+        """Every request once, all at one moment; then wait for all replies."""
+        self._begin(again=False)
+        for _ in self.bodies:
+            await self._send()
+        await self._finish()
+
     def _begin(self, *, again: bool) -> None:
         self._again, self._all_ended = again, asyncio.Event()
 
@@ -197,7 +204,9 @@ def outcome_of(exchange: Exchange, began: float) -> RequestOutcome:
             is_done = True
             continue
         said = msgspec.json.decode(event)
-        if any((c.get("delta") or {}).get("content") for c in said.get("choices") or ()):
+        choices = said.get("choices") or ()
+        if text := "".join((c.get("delta") or {}).get("content") or c.get("text") or "" for c in choices):
+            one.text += text
             if one.ttft_s is None:
                 one.ttft_s = at - exchange.began
             else:

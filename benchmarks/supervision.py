@@ -88,6 +88,8 @@ def killed(asked: argparse.Namespace) -> dict[str, Any]:
         replies, at = asyncio.run(load_and_kill(port, pid, asked))
     later = [[t for t in reply.times if t > at + 0.05] for reply in replies]
     waits = sorted(times[0] - at for times in later if times)
+    if not waits:
+        raise SystemExit("every stream had ended before the engine was killed: give more --tokens")
     return {
         "streams_open": len(waits),
         "same": sum(a.text == b.text and a.tokens == b.tokens for a, b in zip(whole, replies, strict=True)),

@@ -129,15 +129,17 @@ def test_commands_of_the_pages_are_there_with_their_options() -> None:
 
 
 def commands_in(text: str) -> Iterator[str]:
-    """`plait …` between backticks, and lines that begin with it."""
-    yield from (" ".join(one.split()) for one in re.findall(r"`(plait [^`]+)`", text))
-    lines = (line.strip().removeprefix("$ ") for line in text.splitlines())
-    yield from (line for line in lines if line.startswith("plait "))
+    """`plait …` and `python FOLDER/…` between backticks, and lines that begin with them."""
+    begin = r"(?:\.venv/bin/)?((?:plait |python (?:benchmarks|tools|examples)/)"
+    yield from (" ".join(one.split()) for one in re.findall(f"`{begin}[^`]+)`", text))
+    yield from re.findall(rf"^ *(?:\$ )?{begin}.*)$", text, re.MULTILINE)
 
 
 def find_fault(line: str) -> str:
     """What a command line has that the program has not; "" for nothing."""
-    words = shlex.split(re.split(r" #|[|;&]", line)[0].replace("'", ""))[1:]
+    program, *words = shlex.split(re.split(r" #|[|;&]", line)[0].replace("'", ""))
+    if program == "python":
+        return find_fault_of_script(*words)
     command: click.Command = cli
     context = click.Context(cli)
     while words and isinstance(command, click.Group) and re.fullmatch(r"[a-z][a-z-]*", words[0]):
@@ -148,3 +150,16 @@ def find_fault(line: str) -> str:
     known = {name for param in command.params for name in (*param.opts, *param.secondary_opts)} | {"--help"}
     options = [word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word) and " " not in word]
     return "".join(f"no option {name}" for name in options if name.rstrip(".,:)") not in known)
+
+
+def find_fault_of_script(path: str, *words: str) -> str:
+    """The same of a script, by its text and that of the scripts next to it that it imports."""
+    file = ROOT / path
+    if not file.is_file():
+        return f"no file {path}"
+    source = file.read_text("utf-8")
+    imported = (file.with_name(f"{name}.py") for name in re.findall(r"^(?:from|import) (\w+)", source, re.M))
+    source += "".join(other.read_text("utf-8") for other in imported if other.is_file())
+    own = words[: words.index("--")] if "--" in words else words
+    options = [word.partition("=")[0].rstrip(".,:)") for word in own if re.match(r"--[a-z]", word)]
+    return "".join(f"no option {name}" for name in options if f'"{name}"' not in source)

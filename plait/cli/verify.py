@@ -397,4 +397,4 @@ def verdict(results: Sequence[CellResult], arithmetic: Arithmetic) -> list[str]:
     lines = [f"{other} replies with other tokens, {rounded} with the same tokens and other bits: {compared}"]
     if arithmetic.is_promised:
         return [*lines, "that breaks Plait's promise for these kernels: please report it with this output"]
-    return [*lines, "without --ops reference, on a CPU in float32, native kernels do not round by the batch"]
+    return [*lines, f"rounding by the batch: {loose(arithmetic.loose)}; a CPU's native kernels have none"]

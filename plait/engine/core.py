@@ -247,7 +247,7 @@ class Engine:
         return bool(expired or lost)
 
     def _drafts(self) -> tuple[Drafts, bool]:
-        """(draft tokens by sequence id, whether what drafts has to read what the next step brings)."""
+        """(draft tokens by sequence id, whether the drafter must read the tokens of the next step)."""
         speculation = self.speculation
         if speculation is None or speculation.rests(drafting := self.scheduler.drafting()):
             return {}, False

@@ -13,7 +13,7 @@ from plait.ops.seed import choice_seed
 from plait.request import Request, SamplingParams
 from plait.schedule.beams import BeamSearch
 from plait.schedule.plan import StepPlan
-from plait.schedule.pooled import Pool
+from plait.schedule.pooled import PooledHidden
 from plait.schedule.sequence import Gang, TokenSequence
 
 GREEDY = SamplingParams(temperature=0.0)  # of sequences that are not drawn from
@@ -81,7 +81,7 @@ class SequenceMaker:
             boundaries=request.boundaries,
             priority=request.priority,
             deadline=None if timeout_s is None else arrived + timeout_s,
-            pool=Pool(request.pooling, request.pooled_from) if request.pooling else None,
+            pooled=PooledHidden(request.pooling, request.pooled_from) if request.pooling else None,
             guide=guide,
             is_watched=request.watched,
         )

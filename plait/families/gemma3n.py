@@ -99,8 +99,8 @@ def _feed(c: Config, i: int) -> MlpSpec:
     if shares is None:
         shares = [0.95] * 10 if len(c["layer_types"]) > 10 else []
     share = shares[i] if isinstance(shares, list) and i < len(shares) else 0.0
-    keep = NormalDist().inv_cdf(share) if share else None
-    return replace(mlp(c, sizes[i] if isinstance(sizes, list) else sizes), keep=keep)
+    cutoff = NormalDist().inv_cdf(share) if share else None
+    return replace(mlp(c, sizes[i] if isinstance(sizes, list) else sizes), cutoff=cutoff)
 
 
 def _names(c: Config, prefix: str) -> Rules:

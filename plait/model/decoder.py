@@ -26,7 +26,7 @@ from plait.state.store import StateStore
 class Branch:
     """One residual addition: x += scale * post_norm(mixer(norm(x))); what stays may be keep * norm(x).
 
-    A shared block reads x and the embeddings; only the norm sees what it adds.
+    An *aside*, a block that branches share, reads x and the embeddings. Only the norm sees its output.
     """
 
     def __init__(self, s: BranchSpec, w: Weights, hidden_size: int) -> None:
@@ -47,20 +47,20 @@ class Branch:
             x, h = self.norm.add(x, delta)
         else:
             h = x = x if delta is None else self._combine(x, delta, 1.0)
-        return self._kept(x, h), h
+        return self._residual(x, h), h
 
     def enter_beside(
         self, x: Tensor, delta: Tensor | None, embeddings: Tensor, batch: Batch, store: StateStore
     ) -> tuple[Tensor, Tensor]:
-        """The same, where the aside's answer is added to what is normed: (x that stays, h)."""
+        """`enter` with an aside, of which the output is added to what is normed: (x that stays, h)."""
         if self.aside is None:
             return self.enter(x, delta)
         x = x if delta is None else self._combine(x, delta, 1.0)
-        told = self.aside(x, embeddings, batch, store)
-        h = self.norm.add(x, told)[1] if self.norm else self._combine(x, told, 1.0)
-        return self._kept(x, h), h
+        seen = self.aside(x, embeddings, batch, store)
+        h = self.norm.add(x, seen)[1] if self.norm else self._combine(x, seen, 1.0)
+        return self._residual(x, h), h
 
-    def _kept(self, x: Tensor, h: Tensor) -> Tensor:
+    def _residual(self, x: Tensor, h: Tensor) -> Tensor:
         if self.keep is None:
             return x
         return h if self.keep == 1.0 else self._rescale(h, self.keep, None)
@@ -95,9 +95,7 @@ class Decoder:
         self.head = LmHead(s, weights)
         self._take_rows = weights.bind(take_rows)
         self.adapters = weights.target.adapters
-        self.states: dict[str, State] = {}
-        for branch in self.branches:
-            self.states |= branch.states
+        self.states: dict[str, State] = {k: v for branch in self.branches for k, v in branch.states.items()}
         self._keeps_embeddings = any(getattr(b.mixer, "reads_embeddings", False) for b in self.branches)
         if s.front:
             read_front(s, [branch.mixer for branch in self.branches], self.states, self.run_branches, weights)

@@ -74,7 +74,7 @@ class SharedBlockUse:
         """x, embeddings: [T, hidden] -> what is added to the input of the branch's norm, [T, hidden]."""
         block = self.block
         h = block.norm(self._join(x, embeddings))
-        h = self._sum(block.o(self._attended(h, batch, store)))
+        h = self._sum(block.o(self._attend_heads(h, batch, store)))
         h = block.ffn_norm(h)
         up = block.up(h)
         up = self._combine(up, self.widen[1](self.widen[0](h)), 1.0) if self.widen else up
@@ -83,7 +83,7 @@ class SharedBlockUse:
     def _sum(self, x: Tensor) -> Tensor:
         return sum_ranks(x, self._comm, self._dtype)
 
-    def _attended(self, h: Tensor, batch: Batch, store: StateStore) -> Tensor:
+    def _attend_heads(self, h: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """h: [T, 2 hidden] -> [T, heads * d]."""
         s, rope = self.spec, self.block.rope
         parts = self.block.qkv(h).split(list(self._sizes), -1)

@@ -24,7 +24,7 @@ from plait.ops.attention import (
 )
 from plait.ops.case import Case
 from plait.ops.entry import head_forms, head_widths
-from plait.ops.indexer import NONE
+from plait.ops.indexer import NONE, sort_chosen
 from plait.ops.registry import Arguments, op
 
 CHOICES: list[Case] = [
@@ -66,8 +66,7 @@ def choose_blocks(
         blocks = torch.arange(count, device=q.device)
         scores = scores.masked_fill((blocks <= own) & (blocks > own - local), math.inf)
         order = scores.sort(descending=True, stable=True).indices[..., : min(top_k, count)]
-        best = order.masked_fill(order > own, count).sort().values
-        chosen[rows, :, : best.shape[-1]] = best.masked_fill(best == count, NONE).int().transpose(0, 1)
+        chosen[rows, :, : order.shape[-1]] = sort_chosen(order, order > own, count).transpose(0, 1)
     return chosen
 
 

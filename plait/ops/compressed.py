@@ -25,7 +25,7 @@ from plait.ops.attention import (
 from plait.ops.case import Case, RecurrentCase
 from plait.ops.conv import ragged_case
 from plait.ops.entry import latent_form
-from plait.ops.indexer import NONE
+from plait.ops.indexer import NONE, sort_chosen
 from plait.ops.registry import Arguments, op
 from plait.ops.ssm import begin, pieces
 
@@ -155,8 +155,7 @@ def choose_entries(
         scores = torch.einsum("nhd,td->nht", q[rows].float(), known).relu()
         scores = torch.einsum("nh,nht->nt", weights[rows].float(), scores).masked_fill(~seen, -math.inf)
         order = scores.sort(descending=True, stable=True).indices[:, : min(top_k, count)]
-        best = order.masked_fill(~seen.gather(1, order), count).sort().values
-        chosen[rows, : best.shape[1]] = best.masked_fill(best == count, NONE).int()
+        chosen[rows, : order.shape[1]] = sort_chosen(order, ~seen.gather(1, order), count)
     return chosen
 
 

@@ -62,10 +62,15 @@ def choose_keys(
         scores = torch.einsum("nh,nht->nt", weights[rows].float(), scores)
         mask = causal_mask(rows.stop - rows.start, start, end, None, q.device)
         order = scores.masked_fill(~mask, -math.inf).sort(descending=True, stable=True).indices
-        count = min(top_k, end)
-        best = order[:, :count].masked_fill(~mask.gather(1, order[:, :count]), end).sort().values
-        chosen[rows, :count] = best.masked_fill(best == end, NONE).int()
+        best = order[:, : min(top_k, end)]
+        chosen[rows, : best.shape[1]] = sort_chosen(best, ~mask.gather(1, best), end)
     return chosen
+
+
+def sort_chosen(best: Tensor, unseen: Tensor, end: int) -> Tensor:
+    """Chosen numbers below `end`, in rising order, then NONE for those that are `unseen`, as int32."""
+    rising = best.masked_fill(unseen, end).sort().values
+    return rising.masked_fill(rising == end, NONE).int()
 
 
 @choose_keys.inputs

@@ -20,6 +20,7 @@ from plait.memory import BlockGroup
 from plait.model.decoder import Decoder
 from plait.request import SamplingParams
 from plait.runner.batches.check_batch import CheckBatch, CheckSize
+from plait.runner.batches.inputs import list_columns
 from plait.runner.capture import decoder_tensors
 from plait.runner.graph_backends import CapturedStep, GraphBackend
 from plait.runner.host.static_batch import Capacity
@@ -65,7 +66,7 @@ class CheckGraphs:
         self.tokens = self._batch.tokens  # of the largest step
         self._tables = sampler.tables(self._batch.tokens, backend.device)
         self._answers = torch.zeros(2, self._batch.tokens, dtype=torch.float64, device=backend.device)
-        self._hidden = torch.zeros(0, device=backend.device)  # of the tokens of a graph, for who observes
+        self._hidden = torch.zeros(0, device=backend.device)  # of the tokens of a graph, for `_observe`
         self._observe: Observe | None = None
         self.graphs: dict[CheckKey, CapturedStep] = {}
         self.refused: dict[CheckSize, str] = {}
@@ -109,15 +110,12 @@ class CheckGraphs:
         self.graphs[key].replay()
         if self._observe:
             self._observe(plan, self._hidden[: plan.num_tokens])
-        columns, end = list[range](), 0
-        for row in rows:
-            columns.append(range(end, end + row.num_samples))
-            end += row.num_samples
-        return Checked(self._backend.read(self._answers[:, :end]), columns)
+        columns = list_columns(rows)
+        return Checked(self._backend.read(self._answers[:, : columns[-1].stop]), columns)
 
     def _capture(self, key: CheckKey) -> bool:
         """Capture the step over padding alone. False: it cannot be, and is not tried again."""
-        # Tables that were replaced by larger ones: who read them is of no use.
+        # A graph that reads tables which larger ones replaced is of no use.
         self.graphs = {k: graph for k, graph in self.graphs.items() if k.form.outlives(key.form)}
         self._batch.fill(StepPlan(0, ()), key.size)
         inputs = [*decoder_tensors(self._decoder), *self._store.tensors, *self._batch.static_tensors]

@@ -29,6 +29,7 @@ from plait.runner.batches.device_batch import DeviceBatch, buckets_of
 from plait.runner.batches.inputs import (
     batch_of,
     is_decoding,
+    list_columns,
     list_draws,
     list_places,
     parts_of,
@@ -86,7 +87,7 @@ class DeviceReplay:
         self._tables = sampler.tables(self.batch.rows, device)
         self._eager_tables = sampler.tables(capacity.logits, device)
         self._answers = torch.zeros(2, self.batch.rows, dtype=torch.float64, device=device)
-        self._hidden = torch.zeros(0, device=device)  # of the rows of a graph, for who observes
+        self._hidden = torch.zeros(0, device=device)  # of the rows of a graph, for `_observe`
         self._logits = torch.zeros(0, device=device)  # of the rows of a graph, for the host to sample from
         parts = (decoder, store, sampler, groups, capacity, backend)
         self.checks = CheckGraphs(*parts) if has_drafts(capacity) else None
@@ -170,23 +171,23 @@ class DeviceReplay:
     def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
         """Launch a plan's steps without waiting for anything."""
         with self._backend.select():
-            return self._launched(plan, sampling)
+            return self._launch(plan, sampling)
 
-    def _launched(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
+    def _launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
         bucket = self.batch.bucket_of(plan) if is_decoding(plan) else None
         if bucket is not None:
             rows = self.batch.update(plan, bucket)
             form = self._tables.form if self._fill(plan, sampling, rows) else None
             key = GraphKey(bucket, form, any(chunk.adapter for chunk in plan.chunks))
             if (graph := self._graph(key, plan, sampling, rows)) is not None:
-                return self._replayed(graph, key, plan, sampling, rows)
+                return self._replay(graph, key, plan, sampling, rows)
         if plan.num_steps > 1:
             raise EngineError(f"{plan.num_steps} steps at once, and none is captured for them")
         if self.checks and (checked := self.checks.launch(plan, sampling)):
             return DeviceTicket(self, plan.step, [checked.read], checked.columns, (), can_be_followed=False)
         return self._run_eagerly(plan, sampling)
 
-    def _replayed(
+    def _replay(
         self, graph: CapturedStep, key: GraphKey, plan: StepPlan, sampling: SamplingBatch, rows: Sequence[int]
     ) -> Ticket:
         """Replay a graph for each step of a plan."""
@@ -195,7 +196,7 @@ class DeviceReplay:
                 raise EngineError(f"{plan.num_steps} steps at once, and their answers need the host")
             graph.replay()
             self._show_rows(plan, rows)
-            self.batch.moved_on(rows)
+            self.batch.move_on(rows)
             (index,) = upload([np.array(rows, np.int64)], self._backend.device)
             return Done(self.sampler.sample(graph.result[index], sampling))
         reads = []
@@ -203,9 +204,9 @@ class DeviceReplay:
             graph.replay()
             self._show_rows(plan, rows)
             reads.append(self._backend.read(self._answers[:, : key.bucket]))
-            self.batch.moved_on(rows)
-        self._tables.moved_on(plan.num_steps)
-        self.batch.sampled(rows, plan.step)
+            self.batch.move_on(rows)
+        self._tables.move_on(plan.num_steps)
+        self.batch.mark_sampled(rows, plan.step)
         seq_ids, columns = [chunk.seq_id for chunk in plan.chunks], [(row,) for row in rows]
         return DeviceTicket(self, plan.step, reads, columns, seq_ids, can_be_followed=True)
 
@@ -249,7 +250,7 @@ class DeviceReplay:
             self._backend.refusals.refuse(f"steps of {key.bucket} sequences", error)
             return None
         finally:  # what was captured has run over the tables
-            self._tables.moved_on()
+            self._tables.move_on()
             self._filled = None
             self._fill(plan, sampling, rows)
         return graph
@@ -297,59 +298,49 @@ class DeviceReplay:
 
     @torch.inference_mode()
     def _run_eagerly(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
-        """A step with prompts. What it samples goes into the rows of its sequences."""
+        """A step with prompts. What the device samples goes into the rows of its sequences."""
         answering = [chunk for chunk in plan.chunks if chunk.has_answer]
         drawing = list(zip(answering, sampling.rows, strict=True))
         is_pooled = any(chunk.num_pooled for chunk in plan.chunks)
-        here = not is_pooled and self._eager_tables.fill(sampling, moves_on=False)
-        placed = [chunk for chunk, row in drawing if row.num_samples == 1 and not row.draft] if here else []
+        draws_here = not is_pooled and self._eager_tables.fill(sampling, moves_on=False)
+        placed = [c for c, row in drawing if draws_here and row.num_samples == 1 and not row.draft]
         if placed:
             self.batch.move(self.batch.place(placed, self.batch.rows))
-        rows = [self.batch.row_of(chunk.seq_id) for chunk in placed]
-        here_ids = {chunk.seq_id for chunk in placed}
-        logits, hidden, parts = self._computed(
-            plan, list_draws(drawing), list_places(drawing, here_ids), rows
-        )
+        placed_ids = {chunk.seq_id: None for chunk in placed}  # in order
+        rows = [self.batch.row_of(seq_id) for seq_id in placed_ids]
+        places = list_draws(drawing), list_places(drawing, placed_ids), rows
+        logits, hidden, (drawn, from_draw, to_row) = self._compute(plan, places)
         if self._observe:
             self._observe(plan, hidden)
-        if not here:
+        if not draws_here:
             return Done(add_pooled(plan, copy_pooled(plan, hidden), self.sampler.sample(logits, sampling)))
-        drawn, from_draw, to_row = parts
-        if len(drawn) != logits.shape[0]:
-            logits = logits[drawn]
-        counts = [row.num_samples for _, row in drawing]
-        ends = np.cumsum(counts).tolist() if counts else []
-        columns = [range(end - n, end) for end, n in zip(ends, counts, strict=True)]
-        is_whole = all(row.num_samples == 0 or chunk.seq_id in here_ids for chunk, row in drawing)
-        reads = []
-        if len(drawn):
-            ids, values = self.sampler.draw(logits, self._eager_tables)
-            if placed:
-                self.batch.token_ids.index_copy_(0, to_row, ids[from_draw])
-                self.batch.sampled(rows, plan.step)
-            reads.append(self._backend.read(torch.stack((ids.double(), values.double()))))
-        seq_ids = [chunk.seq_id for chunk in placed]
-        if not reads:
+        if not len(drawn):
             return Done([Sampled() for _ in drawing]) if drawing else Nothing([])
-        return DeviceTicket(self, plan.step, reads, columns, seq_ids, is_whole)
+        logits = logits if len(drawn) == len(logits) else logits[drawn]
+        ids, values = self.sampler.draw(logits, self._eager_tables)
+        if placed:
+            self.batch.token_ids.index_copy_(0, to_row, ids[from_draw])
+            self.batch.mark_sampled(rows, plan.step)
+        read = self._backend.read(torch.stack((ids.double(), values.double())))
+        columns = list_columns(sampling.rows)
+        is_whole = all(row.num_samples == 0 or chunk.seq_id in placed_ids for chunk, row in drawing)
+        return DeviceTicket(self, plan.step, [read], columns, [*placed_ids], is_whole)
 
-    def _computed(
-        self, plan: StepPlan, drawn: list[int], from_draw: list[int], to_row: list[int]
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Logits, hidden states, and three lists of numbers as tensors, by one copy to the device."""
+    def _compute(self, plan: StepPlan, places: Sequence[list[int]]) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """(logits, hidden states, `places` as tensors): one copy takes all numbers to the device."""
         follows = [(n, chunk) for n, chunk in enumerate(plan.chunks) if chunk.token_ids == (FOLLOW,)]
         rows = [self.batch.row_of(chunk.seq_id) for _, chunk in follows]
         starts = np.cumsum([0, *(len(chunk.token_ids) for chunk in plan.chunks)])
         where = [int(starts[n]) for n, _ in follows]
-        lists = [np.array(numbers, np.int64) for numbers in (drawn, from_draw, to_row, where, rows)]
+        lists = [np.array(numbers, np.int64) for numbers in (*places, where, rows)]
         parts = parts_of(plan, len(self._groups), self._store.block_size)
         tensors = upload([*parts, *lists], self._backend.device)
         batch = batch_of(plan, self._groups, tensors[: len(parts)])
-        *made, places, sources = tensors[len(parts) :]
+        *placed, targets, sources = tensors[len(parts) :]
         if follows:
-            batch.token_ids.index_copy_(0, places, self.batch.token_ids[sources])
+            batch.token_ids.index_copy_(0, targets, self.batch.token_ids[sources])
         hidden = self._decoder.hidden(batch, self._store)
-        return self._decoder.logits(hidden, batch), hidden, made
+        return self._decoder.logits(hidden, batch), hidden, placed
 
 
 def most_tables_nbytes(capacity: Capacity, vocab_size: int) -> int:

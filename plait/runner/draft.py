@@ -95,7 +95,7 @@ class DraftModel:
     def propose(self, wanted: Sequence[DraftRequest]) -> Mapping[int, tuple[int, ...]]:
         """Drafts by sequence id. Raises EngineError if the model computes no numbers."""
         found, jobs = {}, []
-        for one, place in self._placed(wanted):
+        for one, place in self._find_places(wanted):
             if place.proposal and place.done == len(one.token_ids) and place.is_about(one.token_ids):
                 found[one.seq_id] = place.proposal[: one.limit]  # no step has checked it yet
                 continue
@@ -119,7 +119,7 @@ class DraftModel:
             place.done, place.ahead, place.proposal = 0, (), ()
             self._free.append(place)
 
-    def _placed(self, wanted: Sequence[DraftRequest]) -> list[tuple[DraftRequest, _Place]]:
+    def _find_places(self, wanted: Sequence[DraftRequest]) -> list[tuple[DraftRequest, _Place]]:
         """Those that have a place or get one: a free one, or that of a sequence that is not in `wanted`."""
         fitting = {}
         for one in wanted:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from plait.request import TokenLogprobs
 from plait.runner.host.sampler import FLOOR, ROWS_AT_ONCE, with_target
-from plait.runner.sampling_tables import upload
+from plait.runner.sampling_tables import copy_to_device
 from plait.schedule.plan import SamplingBatch
 
 LOW_HALF, LARGEST_ID = 0xFFFFFFFF, 0x7FFFFFFF
@@ -77,7 +77,7 @@ def score_requests(
         some = requests[at : at + ROWS_AT_ONCE]
         columns = [[r.row for r in some], [r.draw for r in some], [r.target or 0 for r in some]]
         columns.append([int(r.target is None) for r in some])
-        row, draw, target, is_drawn = upload(np.array(columns, np.int64), logits.device)
+        row, draw, target, is_drawn = copy_to_device(np.array(columns, np.int64), logits.device)
         if ids.numel():
             target = torch.where(is_drawn > 0, ids[draw], target)
         values = score(logits, row)

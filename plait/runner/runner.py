@@ -91,7 +91,7 @@ class ModelRunner:
                 raise
         if plan.num_steps > 1:
             raise EngineError(f"{plan.num_steps} steps at once, and the first does not fit a recording")
-        hidden, logits = self._computed(plan)
+        hidden, logits = self._compute(plan)
         self.observe(plan, hidden)
         return Done(add_pooled(plan, copy_pooled(plan, hidden), self.sampler.sample(logits, sampling)))
 
@@ -118,7 +118,7 @@ class ModelRunner:
             self.executor.close()
 
     @torch.inference_mode()
-    def _computed(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
+    def _compute(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
         """Hidden states, [the plan's tokens, hidden], and logits of the requested rows, op by op."""
         batch = build_batch(plan, self.groups, self.store.block_size, self.device)
         with keep_planned_rows(plan, self._native):
@@ -145,8 +145,8 @@ class ModelRunner:
         store = StateStore(states, blocks, 2 if has_slots(states) else 0, size, self.device, dtype)
         parts = []
         for start in range(0, len(ids), step):
-            piece = ids[start : start + step]
-            chunk = Chunk(0, start, piece, tuple(table for _ in self.groups), 1, len(piece))
+            some = ids[start : start + step]
+            chunk = Chunk(0, start, some, tuple(table for _ in self.groups), 1, len(some))
             plan = StepPlan(0, (chunk,), fresh=(1,) if start == 0 else ())
             store.zero_slots(plan.fresh)
             parts.append(self.decoder(build_batch(plan, self.groups, size, self.device), store).cpu())

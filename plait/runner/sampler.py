@@ -31,7 +31,7 @@ from plait.runner.host.sampler import (
     sampled_rows,
 )
 from plait.runner.logprobs import list_requests, read_answers, read_score, score_requests
-from plait.runner.sampling_tables import SamplingTables, upload
+from plait.runner.sampling_tables import SamplingTables, copy_to_device
 from plait.schedule.plan import Sampled, SamplingBatch, SamplingRow
 
 LEAST_ROWS = 16  # of the tables of a GPU
@@ -77,7 +77,7 @@ class Sampler:
     @property
     def plain_largest(self) -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
         """Finds what `sample` takes as `largest`; None where every row is edited."""
-        return None if len(self.holes) else lambda logits: self._largest(self.host.limited(logits))
+        return None if len(self.holes) else lambda logits: self._largest(self.host.cut_to_limit(logits))
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> list[Sampled]:
         """logits: [L, vocab] float, each row's `num_logits` in turn -> one answer per row of the batch.
@@ -105,7 +105,7 @@ class Sampler:
         that is not finite is of a broken row: it has to be checked where ids are read, as `sample` does.
         """
         rows, form = logits.shape[0], tables.form
-        logits = self.host.limited(logits)
+        logits = self.host.cut_to_limit(logits)
         if form.is_edited:
             logits = self._edit_rows(logits, *tables.edits(rows))
         if form.is_drawn:
@@ -113,7 +113,7 @@ class Sampler:
         else:
             ids, values = self._largest(logits)
         if form.moves_on and (form.is_drawn or form.is_edited):
-            self._count(ids, *tables.counted(rows))
+            self._count(ids, *tables.counters(rows))
         return ids, values
 
     def prepare(self) -> None:
@@ -167,12 +167,12 @@ class Sampler:
                 tuple(replace(r, negative=found_at[r.negative]) if r.negative >= 0 else r for r in rows)
             )
             index = [i for n in places for i in range(ends[n] - batch.rows[n].num_logits, ends[n])]
-            mine = logits[upload(np.array(index, np.int64), logits.device)]
+            mine = logits[copy_to_device(np.array(index, np.int64), logits.device)]
             found = self.host.sample(mine.cpu().numpy(), part) if on_host else self.sample(mine, part)
             answers.update(zip(places, found, strict=True))
         return [answers[n] for n in range(len(batch.rows))]
 
-    def _drawn_on_gpu(self, logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
+    def _draw_on_gpu(self, logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
         """A row of logits for each draw -> ids and largest logits, on the device."""
         if self._scratch is None or self._scratch.capacity < len(draws):
             self._scratch = self.tables(count_scratch(len(draws)))
@@ -185,9 +185,9 @@ class Sampler:
         if draws:
             index = sampled_rows(batch.rows)
             if len(index) < logits.shape[0]:
-                ids, values = self._drawn_on_gpu(logits[upload(np.array(index), logits.device)], draws)
+                ids, values = self._draw_on_gpu(logits[copy_to_device(np.array(index), logits.device)], draws)
             else:
-                ids, values = self._drawn_on_gpu(logits, draws)
+                ids, values = self._draw_on_gpu(logits, draws)
         requests = list(list_requests(batch, self.limit - len(self.holes)))
         if not draws and not requests:
             return [Sampled() for _ in batch.rows]

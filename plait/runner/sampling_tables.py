@@ -17,11 +17,9 @@ import torch
 from torch import Tensor
 
 from plait.ops.edit_logits import IN_PROMPT, NO_STOP, PER_OUTPUT
-from plait.runner.host.sampler import is_edited
+from plait.runner.host.sampler import Draw, Longs, is_edited
 from plait.schedule.plan import SamplingBatch, SamplingRow
 
-Drawn = tuple[SamplingRow, int]  # which of a row's samples, from 0
-Longs = npt.NDArray[np.int64]
 FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 WHOLE = ("top_k", "seed", "position", "until", "mask", "bias", "count")
 PLACES = {name: i for i, name in enumerate((*FLOATS, *WHOLE))}
@@ -104,17 +102,17 @@ class LineTable:
         """Whole lines, rows: [lines, width]."""
         if lines:
             device = self._memory.device
-            place = upload(np.array(lines, np.int64), device)
-            self.tensor.index_copy_(0, place, upload(rows, device))
+            place = copy_to_device(np.array(lines, np.int64), device)
+            self.tensor.index_copy_(0, place, copy_to_device(rows, device))
 
     def put(self, blank: Sequence[int], places: Longs, values: npt.NDArray[np.generic]) -> None:
         """Make lines zero, then set single elements. places: [2, n], lines and columns, each pair once."""
         device = self._memory.device
         if blank:
-            self._memory.index_fill_(0, upload(np.array(blank, np.int64), device), 0)
+            self._memory.index_fill_(0, copy_to_device(np.array(blank, np.int64), device), 0)
         if places.size:
-            flat = upload(places[0] * self._stride + places[1], device)
-            self._memory.view(-1).index_copy_(0, flat, upload(values, device))
+            flat = copy_to_device(places[0] * self._stride + places[1], device)
+            self._memory.view(-1).index_copy_(0, flat, copy_to_device(values, device))
 
 
 class SamplingTables:
@@ -130,7 +128,7 @@ class SamplingTables:
         columns = _round_up(capacity)
         self._host = np.zeros((len(PLACES), columns), np.int64)
         self._clear()
-        self._block = upload(self._host, device)
+        self._block = copy_to_device(self._host, device)
         self._stops = torch.full((capacity, LEAST_STOPS), NO_STOP, dtype=torch.int64, device=device)
         self._has_holes = bool(holes)
         self._words = np.zeros(-(-limit // 32), np.uint32)
@@ -175,7 +173,7 @@ class SamplingTables:
         rest = (self._whole("until", rows), self._whole("position", rows))
         return self._block[last : last + 3, :rows], *tables, penalties, self._stops[:rows], *rest
 
-    def counted(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    def counters(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """What a drawn token changes: positions, lines of counts, and counts."""
         counts = self._counts.tensor if self._is_edited else self._no_counts
         return self._whole("position", rows), self._whole("count", rows), counts
@@ -201,7 +199,7 @@ class SamplingTables:
 
     @torch.inference_mode(False)
     def fill_draws(
-        self, draws: Sequence[Drawn], rows: Sequence[int] | None = None, *, moves_on: bool = False
+        self, draws: Sequence[Draw], rows: Sequence[int] | None = None, *, moves_on: bool = False
     ) -> None:
         """Write the settings of single samples, `capacity` at most."""
         self._moves_on, moved, self._moved = moves_on, self._moved, 0
@@ -221,11 +219,11 @@ class SamplingTables:
             table.start()
         if edited:
             self._fill_edits([draws[at] for at in edited], places[edited])
-        self._block.copy_(upload(self._host, self.device))
+        self._block.copy_(copy_to_device(self._host, self.device))
         if (sizes := self._tensors()) != self._sizes:
             self._sizes, self._replaced = sizes, self._replaced + 1
 
-    def moved_on(self, steps: int = 1) -> None:
+    def move_on(self, steps: int = 1) -> None:
         """Report launches of `draw` over the last batch, of which each added a token to every sequence.
 
         A history that has become longer by another number is counted anew: without reports, each one.
@@ -246,7 +244,7 @@ class SamplingTables:
     def _tensors(self) -> tuple[int, ...]:
         return tuple(t.data_ptr() for t in self.static_tensors)
 
-    def _fill_edits(self, draws: Sequence[Drawn], places: Longs) -> None:
+    def _fill_edits(self, draws: Sequence[Draw], places: Longs) -> None:
         self._set("mask", places, self._mask_lines(draws))
         self._set("bias", places, self._bias_lines(draws))
         self._set("count", places, self._count_lines(draws))
@@ -262,12 +260,12 @@ class SamplingTables:
         table = np.full((self.capacity, self._stops.shape[1]), NO_STOP, np.int64)
         for place, ids in zip(places, stops, strict=True):
             table[place, : len(ids)] = ids
-        self._stops.copy_(upload(table, self.device))
+        self._stops.copy_(copy_to_device(table, self.device))
 
     def _set(self, name: str, places: Longs, values: Iterable[int]) -> None:
         self._host[PLACES[name], places] = list(values)
 
-    def _mask_lines(self, draws: Sequence[Drawn]) -> list[int]:
+    def _mask_lines(self, draws: Sequence[Draw]) -> list[int]:
         lines, new, rows = [], [], []
         for row, i in draws:
             if not (row.masks and row.masks[i]):
@@ -277,18 +275,18 @@ class SamplingTables:
             lines.append(line)
             if is_new:
                 new.append(line)
-                rows.append(self._allowed(row.masks[i]).view(np.int32))
+                rows.append(self._without_banned(row.masks[i]).view(np.int32))
         self._masks.write(new, np.array(rows))
         return lines
 
-    def _allowed(self, mask: bytes) -> npt.NDArray[np.uint32]:
+    def _without_banned(self, mask: bytes) -> npt.NDArray[np.uint32]:
         """A mask without the banned ids, as words."""
         found = np.zeros(len(self._words), np.uint32)
         given = np.frombuffer(mask, np.uint8)[: found.nbytes]
         found.view(np.uint8)[: given.size] = given
         return found & self._words
 
-    def _bias_lines(self, draws: Sequence[Drawn]) -> list[int]:
+    def _bias_lines(self, draws: Sequence[Draw]) -> list[int]:
         lines, blank = [], []
         places, values = list[tuple[int, int]](), list[float]()
         for row, _ in draws:
@@ -302,7 +300,7 @@ class SamplingTables:
         self._biases.put(blank, np.array(places, np.int64).reshape(-1, 2).T, np.array(values, np.float32))
         return lines
 
-    def _count_lines(self, draws: Sequence[Drawn]) -> list[int]:
+    def _count_lines(self, draws: Sequence[Draw]) -> list[int]:
         """Lines of counts. Of a history that only became longer, what is behind the known end is written."""
         lines, blank, taken = [], [], set[tuple[int, int, int]]()
         places, values = list[Longs](), list[npt.NDArray[np.int32]]()
@@ -334,14 +332,14 @@ class SamplingTables:
             return []
         early = sorted(t for t in row.stop_token_ids if 0 <= t < self.limit)
         if early and row.masks and row.masks[i]:
-            allowed = self._allowed(row.masks[i])
+            allowed = self._without_banned(row.masks[i])
             for t in early:
                 allowed[t // 32] &= ~np.uint32(1 << (t % 32))
             early = early if allowed.any() else []
         return early
 
 
-def _plain_columns(draws: Sequence[Drawn]) -> dict[str, list[float] | list[int]]:
+def _plain_columns(draws: Sequence[Draw]) -> dict[str, list[float] | list[int]]:
     """What every row has, by name."""
     params = [row.params for row, _ in draws]
     seeds = [row.seed & (2**64 - 1) for row, _ in draws]
@@ -392,7 +390,7 @@ def _round_up(width: int) -> int:
     return -(-width // ALIGNED) * ALIGNED
 
 
-def upload(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:
-    """To the device without a wait, from memory that is not written again."""
+def copy_to_device(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:
+    """An array as a tensor on the device, without a wait: from memory that is not written again."""
     found = torch.from_numpy(values.copy())
     return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found

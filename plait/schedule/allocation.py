@@ -11,7 +11,7 @@ from plait.schedule.disk_prefixes import MOST_AHEAD, DiskPrefixes
 from plait.schedule.plan import Drop, Move, Save
 from plait.schedule.pools import CacheOptions, Pools
 from plait.schedule.sequence import TokenSequence
-from plait.state.blocks import GARBAGE, Hit, PrefixListener, Snapshot, extend, root
+from plait.state.blocks import GARBAGE, Hit, PrefixListener, PrefixPlace, Snapshot, extend, root
 
 
 def num_window_blocks(window: int, block_size: int) -> int:
@@ -62,9 +62,9 @@ class Allocation:
         blocks, window = [-(-length // self.block_size) for length in lengths], self.windows[group]
         if window is None:
             return sum(blocks)
-        beside = num_window_blocks(window, self.block_size)
-        new = sum(max(n - beside, 0) for n in blocks)
-        return sum(min(n, beside) for n in blocks) + min(new, -(-self.max_step_len // self.block_size))
+        most = num_window_blocks(window, self.block_size)
+        new = sum(max(n - most, 0) for n in blocks)
+        return sum(min(n, most) for n in blocks) + min(new, -(-self.max_step_len // self.block_size))
 
     def shortage(self, *lengths: int) -> tuple[int, int] | None:
         """(blocks needed, blocks there are) in the first group where sequences of these lengths never fit."""
@@ -213,8 +213,8 @@ class Allocation:
     def limit_ahead(self, sequences: Sequence[TokenSequence], most: int, *, is_copied: bool) -> int:
         """How many steps one plan can have, at most `most`: blocks are reserved, slots can be copied."""
         if (slots := self.pools.slots) and most > 1:  # a plan ends where a snapshot is needed
-            is_room = not is_copied or slots.num_available >= len(sequences)
-            most = min(most, *map(self.until_mark, sequences)) if is_room else 1
+            can_copy = not is_copied or slots.num_available >= len(sequences)
+            most = min(most, *map(self.until_mark, sequences)) if can_copy else 1
         return most if most > 1 and self.reserve_ahead(sequences, most) else 1
 
     def reserve_all(self, sequences: Sequence[TokenSequence], lengths: Sequence[int]) -> bool:
@@ -302,7 +302,7 @@ class Allocation:
             if self.disk and self.has_slots and not is_spare and not is_near:
                 self.disk.keep_snapshot(self.pools, seq, place, partial)
 
-    def _place(self, seq: TokenSequence, at: int) -> tuple[bytes, tuple[int, ...]] | None:
+    def _place(self, seq: TokenSequence, at: int) -> PrefixPlace | None:
         """The name of a position in this sequence; None where no sequence could start."""
         whole, rest = divmod(at, self.block_size)
         if not whole or (rest and any(not table[whole] for table in seq.tables)):
@@ -352,7 +352,7 @@ class Allocation:
         self.pools.give_slot(seq.slot)
         seq.forget_memory()
 
-    def _leave(self, seq: TokenSequence, place: tuple[bytes, tuple[int, ...]]) -> None:
+    def _leave(self, seq: TokenSequence, place: PrefixPlace) -> None:
         """Turn the sequence's own slot into a snapshot, if there is none at this place."""
         at = seq.num_computed_tokens // self.block_size
         partial = tuple(table[at] for table in seq.tables) if place[1] else ()

@@ -60,7 +60,7 @@ class StepCosts:
         self._num_steps = 0
 
     @staticmethod
-    def assumed(num_tokens: float) -> float:
+    def assume(num_tokens: float) -> float:
         """The assumed cost of a step of so many tokens before anything is measured, in no unit."""
         return max(num_tokens, 0.0) + FIXED_TOKENS
 
@@ -95,7 +95,7 @@ class StepCosts:
         i = bisect_left(knots, (num_tokens, 0.0))
         if i == 0 or i == len(knots):
             at, seconds = knots[min(i, len(knots) - 1)]
-            return seconds * self.assumed(num_tokens) / self.assumed(at)
+            return seconds * self.assume(num_tokens) / self.assume(at)
         (left, low), (right, high) = knots[i - 1], knots[i]
         return low + (high - low) * (num_tokens - left) / (right - left)
 
@@ -107,7 +107,7 @@ class StepCosts:
         i = next((n for n, (_, cost) in enumerate(knots) if cost > seconds), len(knots))
         if i == 0 or i == len(knots):
             at, cost = knots[min(i, len(knots) - 1)]
-            return max(math.floor(self.assumed(at) * seconds / cost - FIXED_TOKENS), 0)
+            return max(math.floor(self.assume(at) * seconds / cost - FIXED_TOKENS), 0)
         (left, low), (right, high) = knots[i - 1], knots[i]
         return math.floor(left + (right - left) * (seconds - low) / (high - low))
 
@@ -144,7 +144,7 @@ class _Size:
         self._is_summed = True
 
     def observe(self, num_tokens: int, seconds: float, number: int) -> None:
-        self._steps.append((num_tokens, seconds / StepCosts.assumed(num_tokens), number))
+        self._steps.append((num_tokens, seconds / StepCosts.assume(num_tokens), number))
         self.newest, self._is_summed = number, False
         self.believed = self._steps[-NUM_BELIEVED][2] if len(self._steps) >= NUM_BELIEVED else 0
 
@@ -152,7 +152,7 @@ class _Size:
         """Compute `tokens` and `seconds` only when they are read, because most steps do not need them."""
         if not self._is_summed:
             self.tokens = sum(step[0] for step in self._steps) / len(self._steps)
-            self.seconds = median(rate for _, rate, _ in self._steps) * StepCosts.assumed(self.tokens)
+            self.seconds = median(rate for _, rate, _ in self._steps) * StepCosts.assume(self.tokens)
             self._is_summed = True
 
 

@@ -17,7 +17,7 @@ from plait.schedule.costs import StepCosts
 from plait.schedule.plan import Drop, Load, Save
 from plait.schedule.pools import Pools
 from plait.schedule.sequence import TokenSequence
-from plait.state.blocks import GARBAGE, Hit, Snapshot, window_start
+from plait.state.blocks import GARBAGE, Hit, PrefixPlace, Snapshot, window_start
 from plait.state.disk.cache import DiskCache
 from plait.state.disk.file_format import DiskNames
 from plait.state.disk.index import DiskFile, DiskRead, Rows
@@ -30,7 +30,7 @@ MOST_AHEAD = 4  # sequences of the queue that are read for before their turn
 LOOK_AGAIN_S = 0.05  # between two searches for the same sequence
 Tables = Sequence[Sequence[int]]
 # Tokens of a prefix, where it ends, and the files and rows to be read for it, the first one last.
-Found = tuple[int, tuple[bytes, tuple[int, ...]], list[tuple[DiskFile, Rows]]]
+Found = tuple[int, PrefixPlace, list[tuple[DiskFile, Rows]]]
 
 
 class DiskWait(Struct):
@@ -42,7 +42,7 @@ class DiskWait(Struct):
     seconds: float = 0.0  # that it may take, from when its turn comes
     is_ahead: bool = False  # its turn has not come yet
     next_look: float = 0.0
-    target: tuple[bytes, tuple[int, ...]] = (b"", ())  # where its prefix ends
+    target: PrefixPlace = (b"", ())  # where its prefix ends
     follows: DiskWait | None = None  # one with the same target, which reads for both
     has_failed: bool = False
     is_over: bool = False
@@ -89,7 +89,7 @@ class DiskPrefixes:
             self._written[seq.id] = places.stop
 
     def keep_snapshot(
-        self, pools: Pools, seq: TokenSequence, place: tuple[bytes, tuple[int, ...]], partial: Sequence[int]
+        self, pools: Pools, seq: TokenSequence, place: PrefixPlace, partial: Sequence[int]
     ) -> None:
         """Write the state of a sequence as it is now, and the blocks before it."""
         self.keep_blocks(pools, seq, all_of_them=True)
@@ -213,7 +213,7 @@ class DiskPrefixes:
         index, chain, size = pools.index, seq.chain, pools.block_size
         limit = seq.num_tokens - 1
         whole = min(limit // size, len(chain) - 1)
-        for i in range(self._known(pools, chain, whole), hit.length // size - 1, -1):
+        for i in range(self._count_known(pools, chain, whole), hit.length // size - 1, -1):
             for rest, file in self._starts(pools, seq, i, limit):
                 length = i * size + len(rest)
                 if length <= hit.length or (blocks := self._missing(pools, chain, i, length)) is None:
@@ -231,7 +231,7 @@ class DiskPrefixes:
                 return length, (chain[i], rest), [*reversed(files), *first]
         return None
 
-    def _known(self, pools: Pools, chain: Sequence[bytes], whole: int) -> int:
+    def _count_known(self, pools: Pools, chain: Sequence[bytes], whole: int) -> int:
         """How many whole blocks every group of full attention has, in memory or on the disk."""
         full = [g for g, window in enumerate(pools.index.windows) if window is None]
         blocks, find = pools.index.blocks, self.disk.block

@@ -23,9 +23,9 @@ class Chunk(Struct, frozen=True, gc=False):
     """One sequence's share of a step: `token_ids` are computed at positions start, start+1, …
 
     `blocks`: one block table per block group, in the groups' order; `slot`: where its recurrent state is.
-    `num_logits`: logits of that many last tokens are requested (0: a chunk in the middle of a prompt).
-    `num_pooled`: the sum of so many hidden states is. FOLLOW: a decode that was planned before its token was
-    known. `adapter`: its adapter's slot, 0: none. `row_slots`: for states behind the rows before the last.
+    `num_logits`: so many last tokens get logits (0: a chunk in the middle of a prompt); `num_pooled`: of so
+    many the hidden states are summed. A token FOLLOW: the decode was planned before its token was known.
+    `adapter`: its adapter's slot, 0: none. `row_slots`: for states behind the rows before the last.
     """
 
     seq_id: int
@@ -105,7 +105,7 @@ class StepPlan:
     moves: tuple[Move, ...] = ()
     fresh: tuple[int, ...] = ()
     num_steps: int = 1
-    turns: PlanTurns | None = None
+    turns: PlanTurns | None = None  # more steps of a sequence alone, with drafts that the runner makes
     stops: Table = ()
 
     @property

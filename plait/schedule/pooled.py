@@ -10,8 +10,8 @@ from plait.errors import EngineError
 from plait.request import Pooling
 
 
-class Pool(Struct):
-    """The pooled sum of one sequence so far: of its first `length` tokens ("mean") or its last ("last").
+class PooledHidden(Struct):
+    """The sum of a sequence's hidden states so far: of its first `length` tokens ("mean"), or its last one.
 
     `first`: how many tokens at its beginning a mean leaves out.
     """
@@ -26,7 +26,7 @@ class Pool(Struct):
         """Whether tokens with known state must be computed too, because hidden states are not kept."""
         return self.kind == "mean"
 
-    def wanted(self, start: int, end: int, num_tokens: int) -> int:
+    def count_new(self, start: int, end: int, num_tokens: int) -> int:
         """How many hidden states, at its end, a chunk start..end of so many tokens must give."""
         if self.kind == "last":
             return int(end == num_tokens)

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from plait.schedule.plan import CopyBlock, CopySlot, Drop, Load, Move, Save, StepPlan
 from plait.schedule.sequence import SavedSequence, TokenSequence
-from plait.state.blocks import GARBAGE, BlockPool, PrefixIndex, PrefixListener, Snapshot
+from plait.state.blocks import GARBAGE, BlockPool, PrefixIndex, PrefixListener, PrefixPlace, Snapshot
 
 
 class CacheOptions(Struct, frozen=True, kw_only=True):
@@ -99,9 +99,7 @@ class Pools:
             self.moves.append(CopyBlock(group, block, own))
         return own
 
-    def take_snapshot(
-        self, place: tuple[bytes, tuple[int, ...]], slot: int, partial: Sequence[int], *, is_spare: bool
-    ) -> None:
+    def take_snapshot(self, place: PrefixPlace, slot: int, partial: Sequence[int], *, is_spare: bool) -> None:
         """Copy a slot and partly filled blocks, so that others can start there, if there is capacity."""
         if (known := self.index.find(*place)) is not None:
             self.touch(known)

@@ -28,9 +28,10 @@ NOTHING: Drafts = {}
 
 
 class Scheduler:
-    """Owns the sequences and their memory. `plan()` or `plan_ahead()`, launch, `commit()`; `cancel()` ever.
+    """Owns the sequences and their memory. A step is `plan()` or `plan_ahead()`, its launch, and `commit()`.
 
-    *Suspects*, sequences of a step that failed, run alone, one after the other. The engine feeds `costs`.
+    *Suspects*, sequences of a step that failed, run alone, in turn. `cancel()` may come at any time. The
+    engine feeds `costs`.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits, self.memory, self.costs, self.clock = limits, memory, costs or StepCosts(), clock
-        self.waiting: list[TokenSequence] = []  # in line
+        self.waiting: list[TokenSequence] = []  # in line, which is the order of `_place`
         self.running: list[TokenSequence] = []  # in line
         self.cache_counts: Counter[str] = Counter()
         self.num_preemptions = self.num_swaps = 0
@@ -95,7 +96,7 @@ class Scheduler:
         self, drafts: Drafts = NOTHING, *, is_observed: bool = False, is_compared: bool = False
     ) -> StepPlan | None:
         """The next step, or None if there is nothing to do. `drafts`: draft tokens by id, of `drafting`;
-        `is_observed`: one step, because what drafts reads its tokens; `is_compared`: see `plan_turns`."""
+        `is_observed`: one step, because the drafter reads its tokens; `is_compared`: see `plan_turns`."""
         if suspect := self._next_suspect():
             shares = share_members(suspect, self.limits.max_num_batched_tokens, self.limits, self.memory)
         else:
@@ -107,7 +108,7 @@ class Scheduler:
         if drafts and not self._suspects:
             self._add_drafts(shares, drafts)
         is_single = is_observed or drafts or self.waiting or self._suspects
-        return self._planned(shares, is_single=bool(is_single), is_short=is_compared)
+        return self._make_plan(shares, is_single=bool(is_single), is_compared=is_compared)
 
     def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
         """The step after `plan`, which was launched and is not committed; what that one samples is FOLLOW.
@@ -133,16 +134,16 @@ class Scheduler:
             self._admit_waiting(shares)
         if not any(shares.values()):
             return None
-        return self._planned(shares, is_single=bool(self.waiting))
+        return self._make_plan(shares, is_single=bool(self.waiting))
 
-    def _planned(
-        self, shares: Mapping[int, int], *, is_single: bool, is_short: bool = False
+    def _make_plan(
+        self, shares: Mapping[int, int], *, is_single: bool, is_compared: bool = False
     ) -> StepPlan | None:
         """The plan of these shares and of the moves that memory needs; None if there is nothing to do."""
         is_alone = len(self.running) == 1 and not (self.waiting or self._suspects)
         where = self.limits, self.costs, self.memory
         num_steps, stops = (1, ()) if is_single else plan_steps(self.running, *where)
-        turns = plan_turns(self.running[0], *where, is_compared=is_short) if is_alone else None
+        turns = plan_turns(self.running[0], *where, is_compared=is_compared) if is_alone else None
         step, moves = self._step + 1, tuple(self.memory.pools.moves)
         whole, some = not self.limits.causal, [seq for seq in self.running if shares.get(seq.id)]
         chunks = [seq.chunk(shares[seq.id], step, is_whole=whole) for seq in some]
@@ -256,7 +257,7 @@ class Scheduler:
                 continue
             # The last sampled token is never computed, and a chunk ends where a snapshot is needed.
             most = min(budget, seq.max_len - seq.num_tokens - 1, self.memory.until_mark(seq) - share)
-            draft = seq.allowed(drafts[seq.id][: max(most, 0)])
+            draft = seq.cut_draft(drafts[seq.id][: max(most, 0)])
             length = seq.num_computed_tokens + share + len(draft)
             if draft and self.memory.reserve(seq, length) and self.memory.branch(seq, len(draft)):
                 seq.draft = draft

@@ -18,7 +18,7 @@ from plait.schedule.beams import BeamSearch
 from plait.schedule.drafts.slots import DraftSlots
 from plait.schedule.drafts.turns import count_decodes
 from plait.schedule.plan import FOLLOW, Chunk, Sampled, SamplingRow, StepPlan
-from plait.schedule.pooled import Pool
+from plait.schedule.pooled import PooledHidden
 from plait.state.blocks import root
 
 MOST_REPLAYED = 8  # tokens that are computed again in a step with a draft; of more, a step has no draft
@@ -89,8 +89,8 @@ class TokenSequence:
 
     `token_ids`: prompt and output; `num_computed_tokens` of them are in the state that `tables` (one block
     table per group) and `slot` point to. `num_pending`: tokens that are being sampled. `max_len`: where it
-    must end. `scored`: log-probabilities of prompt tokens so far, from the second token on. `pool`: its
-    hidden states, if requested. `deadline`: on the scheduler's clock. `is_watched`: its reply is streamed.
+    must end. `scored`: log-probabilities of prompt tokens so far, from the second token on. `pooled`: the
+    sum of its hidden states, if requested. `deadline`: on the scheduler's clock. `is_watched`: it streams.
     `adapter`: the slot of its adapter, 0: none. `gang`: the sequences that it is sampled with, if any.
     `chain` and `num_recorded`: its hashes, and how many of its blocks the prefix cache knows. `marks`:
     positions where a snapshot is needed. `in_step`: the step that was planned with it, until what it
@@ -136,7 +136,7 @@ class TokenSequence:
     miss_cause: str = ""
     num_preemptions: int = 0
     scored: list[TokenLogprobs] = field(default_factory=list)
-    pool: Pool | None = None
+    pooled: PooledHidden | None = None
     is_watched: bool = True
     mirostat_mu: float | None = None
     gang: Gang | None = None
@@ -149,9 +149,9 @@ class TokenSequence:
         self.is_penalized = params.needs_history
         is_chosen_on_host = self.is_penalized or params.needs_chain
         looked_at = is_chosen_on_host or params.logprobs is not None
-        self.is_unobserved = not looked_at and self.guide is None and self.pool is None
+        self.is_unobserved = not looked_at and self.guide is None and self.pooled is None
         reads_answer = self.wants_prompt_logprobs or is_chosen_on_host
-        self.can_follow = not reads_answer and self.guide is None and self.pool is None
+        self.can_follow = not reads_answer and self.guide is None and self.pooled is None
         self.prompt_len = self.prompt_len or len(self.token_ids)
         self.chain = [root(self.cache_salt)]
 
@@ -202,7 +202,7 @@ class TokenSequence:
         """Whether it may run, because its guide is compiled or it has none."""
         return self.guide is None or self.guide.is_ready
 
-    def allowed(self, draft: tuple[int, ...]) -> tuple[int, ...]:
+    def cut_draft(self, draft: tuple[int, ...]) -> tuple[int, ...]:
         """The first tokens of a draft, as many as the guide allows."""
         return draft if self.guide is None else draft[: max(len(self.guide.masks(draft)) - 1, 0)]
 
@@ -239,7 +239,7 @@ class TokenSequence:
 
         Tokens of a draft are not part of start..end, and have one row each.
         """
-        if self.pool:
+        if self.pooled:
             return 0
         last = int(end >= len(self.token_ids))
         if not self.wants_prompt_logprobs or len(self.scored) >= self.prompt_len - 1:
@@ -249,8 +249,8 @@ class TokenSequence:
     @property
     def needs_all_tokens(self) -> bool:
         """Whether each of its tokens must be computed, also those of which the state is cached."""
-        if self.pool:
-            return self.pool.needs_all_tokens
+        if self.pooled:
+            return self.pooled.needs_all_tokens
         return self.wants_prompt_logprobs and len(self.scored) < self.prompt_len - 1
 
     def forget_memory(self) -> None:
@@ -262,8 +262,8 @@ class TokenSequence:
     def take(self, answer: Sampled, end: int) -> None:
         """Keep what a step computed of the tokens before `end`: log-probabilities and hidden states."""
         self.scored.extend(answer.prompt_logprobs)
-        if self.pool and answer.pooled:
-            self.pool.add(answer.pooled, end)
+        if self.pooled and answer.pooled:
+            self.pooled.add(answer.pooled, end)
 
     def keep_tokens(self, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
         """The first of these new tokens that belong to the sequence, and whether it ends with them."""
@@ -303,7 +303,7 @@ class TokenSequence:
             finish_reason=reason,
             stop_token_id=stop_token,
             num_cached_tokens=self.num_cached_tokens,
-            embedding=self.pool.vector() if self.pool else None,
+            embedding=self.pooled.vector() if self.pooled else None,
             mirostat_mu=self.mirostat_mu,
         )
 
@@ -318,7 +318,7 @@ class TokenSequence:
             blocks=tuple([tuple(table) for table in self.tables]),
             slot=self.slot,
             num_logits=self.num_logits(start, end),
-            num_pooled=self.pool.wanted(start, end, self.num_tokens) if self.pool else 0,
+            num_pooled=self.pooled.count_new(start, end, self.num_tokens) if self.pooled else 0,
             adapter=self.adapter,
             row_slots=self.draft_slots.rows if self.draft_slots else (),
             prompt=self.prompt_len if is_whole else 0,

@@ -62,7 +62,7 @@ class _Record(Struct):
         self.checked = self.checked * decay**checked + checked
 
 
-class _Choice(Struct):
+class _Candidate(Struct):
     """One sequence while draft lengths are being chosen; `limit`: the longest draft it can use."""
 
     seq: TokenSequence
@@ -100,7 +100,7 @@ class _Outlook(Struct, frozen=True):
     rows: float
     drafted: float
 
-    def exchanged(self, old: _Outlook, new: _Outlook) -> _Outlook:
+    def exchange(self, old: _Outlook, new: _Outlook) -> _Outlook:
         """This step, with one sequence's share replaced by a longer one."""
         tokens, rows = self.tokens + new.tokens - old.tokens, self.rows + new.rows - old.rows
         return _Outlook(tokens, rows, max(self.drafted, new.drafted))
@@ -150,20 +150,20 @@ class Speculation(Struct):
             self.on_rest(is_resting)
         if is_resting:
             return {}
-        choices = [choice for seq in sequences if (choice := self._choice(seq))]
+        candidates = [candidate for seq in sequences if (candidate := self._candidate(seq))]
         if self.is_even:
-            return self._propose([choice.request(min(most, choice.limit)) for choice in choices])
+            return self._propose([candidate.request(min(most, candidate.limit)) for candidate in candidates])
         # Of the whole step: every sequence brings a token, every row is computed, there are no drafts.
         plain = _Outlook(float(len(sequences)), float(num_rows), 0.0)
-        self._choose(choices, plain)
-        if due := [choice for choice in choices if _is_due(choice)]:
-            self._probe(due, choices, plain)
-        found = self._propose([choice.request(choice.length) for choice in choices if choice.length])
-        for choice in choices:
-            if found.get(choice.seq.id) and choice.record.is_probing:
+        self._choose(candidates, plain)
+        if due := [candidate for candidate in candidates if _is_due(candidate)]:
+            self._probe(due, candidates, plain)
+        found = self._propose([one.request(one.length) for one in candidates if one.length])
+        for candidate in candidates:
+            if found.get(candidate.seq.id) and candidate.record.is_probing:
                 # As if the probe were to fail; `observe` corrects this if it does not.
-                choice.record.due = choice.seq.num_tokens + choice.record.pause
-                choice.record.pause = min(2 * choice.record.pause, LONGEST_PAUSE)
+                candidate.record.due = candidate.seq.num_tokens + candidate.record.pause
+                candidate.record.pause = min(2 * candidate.record.pause, LONGEST_PAUSE)
         return found
 
     def rests(self, drafting: Sequence[TokenSequence]) -> bool:
@@ -210,71 +210,71 @@ class Speculation(Struct):
         self._records.pop(seq_id, None)
         self.proposer.forget(seq_id)
 
-    def _choice(self, seq: TokenSequence) -> _Choice | None:
-        """The choice of a sequence; None if it needs only one more token, which a step brings anyway."""
+    def _candidate(self, seq: TokenSequence) -> _Candidate | None:
+        """The sequence as a candidate; None if it needs only one more token, which a step brings anyway."""
         limit = min(self.num_draft_tokens, seq.max_len - seq.num_tokens - 1)
         if limit < 1:
             return None
         new = _Record(TRUST * self._overall.acceptance, TRUST)
-        return _Choice(seq, self._records.setdefault(seq.id, new), limit)
+        return _Candidate(seq, self._records.setdefault(seq.id, new), limit)
 
-    def _choose(self, choices: Sequence[_Choice], plain: _Outlook) -> None:
-        """Set every choice's length to what gives the most tokens per second; 0: no draft pays."""
+    def _choose(self, candidates: Sequence[_Candidate], plain: _Outlook) -> None:
+        """Set every candidate's length to what gives the most tokens per second; 0: no draft pays."""
         knows = self.costs.step_s(1) is not None
         longest = self.num_draft_tokens if knows else MODEST
         worth = self._tokens_per_s(plain) * GAIN
-        best, lengths = worth, [0] * len(choices)
+        best, lengths = worth, [0] * len(candidates)
         # Draft tokens that cost a pass each are made for all sequences side by side, so each gets as many.
         # Free ones go to the most promising sequences.
         is_free = self._draft_token_s() < FREE * (self.costs.step_s(plain.rows) or 0.0)
         for most in [longest] if is_free or not knows else range(1, longest + 1):
-            found, value = self._most_promising(choices, plain, most)
+            found, value = self._most_promising(candidates, plain, most)
             if value <= best and best > worth:
                 break
             if value > best:
                 best, lengths = value, found
-        for choice, length in zip(choices, lengths, strict=True):
-            choice.length = length
+        for candidate, length in zip(candidates, lengths, strict=True):
+            candidate.length = length
 
     def _most_promising(
-        self, choices: Sequence[_Choice], plain: _Outlook, most: int
+        self, candidates: Sequence[_Candidate], plain: _Outlook, most: int
     ) -> tuple[list[int], float]:
         """(lengths up to `most`, tokens per second): adds draft tokens, the surest first, while it helps."""
-        now = [c.outlook(0, replays=self.replays) for c in choices]
+        now = [c.outlook(0, replays=self.replays) for c in candidates]
         step, best, waited = plain, 0.0, 0
-        lengths, tried = [0] * len(choices), [0] * len(choices)
-        for i in _by_promise(choices, most):
+        lengths, tried = [0] * len(candidates), [0] * len(candidates)
+        for i in _by_promise(candidates, most):
             tried[i] += 1
-            longer = choices[i].outlook(tried[i], replays=self.replays)
-            step, now[i] = step.exchanged(now[i], longer), longer
+            longer = candidates[i].outlook(tried[i], replays=self.replays)
+            step, now[i] = step.exchange(now[i], longer), longer
             value = self._tokens_per_s(step)
             waited += 1
             if value > best:
                 best, lengths, waited = value, [*tried], 0
-            elif waited >= max(PATIENCE, len(choices)):
+            elif waited >= max(PATIENCE, len(candidates)):
                 break
         return lengths, best
 
-    def _probe(self, due: Sequence[_Choice], choices: Sequence[_Choice], plain: _Outlook) -> None:
+    def _probe(self, due: Sequence[_Candidate], candidates: Sequence[_Candidate], plain: _Outlook) -> None:
         """Give the sequences in `due` a short draft, unless no acceptance could be high enough to pay."""
-        if not self._could_pay(choices, plain):
+        if not self._could_pay(candidates, plain):
             self._num_put_off += 1
             if self._num_put_off % STUBBORN:  # the time that drafts take may have been measured wrong
-                for choice in due:
-                    choice.record.due = choice.seq.num_tokens + LONGEST_PAUSE
+                for candidate in due:
+                    candidate.record.due = candidate.seq.num_tokens + LONGEST_PAUSE
                 return
-        for choice in due:
-            choice.record.is_probing = True
-            choice.length = min(PROBE, choice.limit)
+        for candidate in due:
+            candidate.record.is_probing = True
+            candidate.length = min(PROBE, candidate.limit)
 
-    def _could_pay(self, choices: Sequence[_Choice], plain: _Outlook) -> bool:
+    def _could_pay(self, candidates: Sequence[_Candidate], plain: _Outlook) -> bool:
         """Whether drafts would pay if all were accepted, for one of these sequences or for all of them."""
         if 0 < len(self._proposing) < NUM_BELIEVED:
             return True
         best = self._tokens_per_s(plain) * GAIN
         added = (
             _Outlook(plain.tokens + n * length, plain.rows + n * length, float(length))
-            for n in (1, len(choices))
+            for n in (1, len(candidates))
             for length in range(1, self.num_draft_tokens + 1)
         )
         return any(self._tokens_per_s(step) > best for step in added)
@@ -283,7 +283,7 @@ class Speculation(Struct):
         """Tokens of all sequences by the time of a step; without measured costs in an arbitrary unit."""
         seconds = self.costs.step_s(step.rows)
         if seconds is None:
-            return step.tokens / StepCosts.assumed(step.rows)
+            return step.tokens / StepCosts.assume(step.rows)
         return step.tokens / (seconds + self._draft_token_s() * step.drafted)
 
     def _draft_token_s(self) -> float:
@@ -307,23 +307,23 @@ class Speculation(Struct):
         return {seq_id: draft for seq_id, draft in drafts.items() if draft}
 
 
-def _by_promise(choices: Sequence[_Choice], most: int) -> Iterator[int]:
-    """Indexes of choices, one for each draft token that could be added, by the chance that it is right."""
-    heap = [(-c.record.acceptance, i, 1) for i, c in enumerate(choices)]
+def _by_promise(candidates: Sequence[_Candidate], most: int) -> Iterator[int]:
+    """Indexes of candidates, one for each draft token that could be added, by the chance that it is right."""
+    heap = [(-c.record.acceptance, i, 1) for i, c in enumerate(candidates)]
     heapq.heapify(heap)
     while heap:
         chance, i, length = heapq.heappop(heap)
         yield i
-        if length < min(choices[i].limit, most):
-            heapq.heappush(heap, (chance * choices[i].record.acceptance, i, length + 1))
+        if length < min(candidates[i].limit, most):
+            heapq.heappush(heap, (chance * candidates[i].record.acceptance, i, length + 1))
 
 
-def _is_due(choice: _Choice) -> bool:
+def _is_due(candidate: _Candidate) -> bool:
     """Whether it is time for a probe of this sequence. Records first whether drafts pay for it."""
-    record = choice.record
+    record = candidate.record
     record.is_probing = False
-    if choice.length:
+    if candidate.length:
         record.due, record.pause = None, FIRST_PAUSE
     elif record.due is None:
-        record.due = choice.seq.num_tokens + record.pause
-    return record.due is not None and choice.seq.num_tokens >= record.due
+        record.due = candidate.seq.num_tokens + record.pause
+    return record.due is not None and candidate.seq.num_tokens >= record.due

@@ -42,7 +42,7 @@ class Mixer:
     """What happens in a residual branch, as data. A plug-in derives its own from this or from `Recurrent`."""
 
 
-Part = TypeVar("Part", bound=Mixer)
+AnyMixer = TypeVar("AnyMixer", bound=Mixer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,13 +161,13 @@ class Mamba2Spec(Recurrent):
 
 @dataclass(frozen=True, slots=True)
 class MlpSpec(Mixer):
-    """`norm`: of inner features (BitNet). `keep`: a gate keeps what is that many deviations above its mean"""
+    """A feed-forward network with `size` inner features: down(activation(gate(x)) · up(x)) where `gated`."""
 
     size: int
     activation: Activation = "silu"
     gated: bool = True  # never with xIELU
-    norm: NormSpec | None = None
-    keep: float | None = None
+    norm: NormSpec | None = None  # of inner features (BitNet)
+    cutoff: float | None = None  # of a gate, what is above its mean + cutoff · deviation (Gemma 3n)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +262,7 @@ class BranchSpec:
     """One residual branch: x = x + scale * post_norm(mixer(norm(x))).
 
     `keep`: the residual is not x but `keep` times norm(x) (MiniMax-01). `aside`: what the norm alone reads,
-    norm(x + aside(x, embeddings)). `factor`: of x, behind it (Gemma 4). `source`: has its weights (HRM).
+    norm(x + aside(x, embeddings)). `factor`: x is scaled by a learned number behind it (Gemma 4).
     """
 
     name: str
@@ -273,7 +273,7 @@ class BranchSpec:
     keep: float | None = None
     aside: AsideSpec | None = None
     factor: bool = False
-    source: str = ""
+    source: str = ""  # the branch that has its weights; "": itself (HRM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +314,7 @@ class ModelSpec:
 
     `causal` False: earlier outputs change as tokens are appended; every step computes the whole sequence.
     `positions`: learned ones that are added to embeddings. `front`: learned tokens before each text (Hymba).
-    `streams`: residual streams of a token; layers are `AltUpSpec`s, or `HyperBranchSpec`s by `hyper`.
+    `streams`: residual streams of a token; mixers are then `AltUpSpec`s, or by `hyper` `HyperBranchSpec`s.
     """
 
     family: str
@@ -351,6 +351,6 @@ class ModelSpec:
             else:
                 yield name, branch.mixer
 
-    def mixers_of(self, kind: type[Part]) -> Iterator[Part]:
+    def mixers_of(self, kind: type[AnyMixer]) -> Iterator[AnyMixer]:
         """The mixers of one kind."""
         return (mixer for _, mixer in self.mixers() if isinstance(mixer, kind))

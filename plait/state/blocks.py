@@ -29,6 +29,7 @@ DIGEST_BYTES = 16
 NUM_SEEN = 1 << 16  # hashes remembered beyond what is in memory: they distinguish evicted from new prefixes
 
 Tokens = Sequence[int]
+PrefixPlace = tuple[bytes, tuple[int, ...]]  # where a prefix ends: `parent` and `rest` of a `Snapshot`
 
 
 class BlockPool:

@@ -234,7 +234,7 @@ def test_a_step_too_large_for_the_program_runs_op_by_op(checkpoints: Path) -> No
         plans = [StepPlan(0, (Chunk(0, 0, ids, tables, 1, n),), fresh=(1,)) for n in (1, 6)]
         assert [runner.replay is not None and runner.replay.fits(plan) for plan in plans] == [True, False]
         with torch.inference_mode():
-            recorded_one, all_six = (runner._computed(plan)[1].clone() for plan in plans)
+            recorded_one, all_six = (runner._compute(plan)[1].clone() for plan in plans)
         assert torch.equal(recorded_one, all_six[-1:])
 
 
@@ -246,7 +246,7 @@ def test_hidden_states_outlast_the_program_that_left_them(checkpoints: Path, nam
         plans = [StepPlan(0, (Chunk(0, 0, ids, tables, 1, n, 6),), fresh=(1,)) for n in (0, 1, 6)]
         assert runner.is_recorded
         with torch.inference_mode():
-            none, one, eager = (runner._computed(plan)[0][:6].clone() for plan in plans)
+            none, one, eager = (runner._compute(plan)[0][:6].clone() for plan in plans)
         assert torch.equal(none, one)
         assert torch.equal(one, eager)
 

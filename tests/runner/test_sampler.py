@@ -285,7 +285,7 @@ def test_penalties_follow_their_formula(penalties: tuple[float, float, float]) -
         zip(("repetition_penalty", "presence_penalty", "frequency_penalty"), penalties, strict=True)
     )
     asked = row(history=(*prompt, *output), prompt_len=len(prompt), **options)
-    edited = torch.from_numpy(sampler.host._edited(logits[None].numpy(), [(asked, 0)]))
+    edited = torch.from_numpy(sampler.host._edit_rows(logits[None].numpy(), [(asked, 0)]))
     torch.testing.assert_close(edited[0], torch.tensor(expected), rtol=1e-6, atol=1e-6)
 
 

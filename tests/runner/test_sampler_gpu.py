@@ -186,7 +186,7 @@ def test_tables_hold_what_changing_batches_need(seed: int) -> None:
         logits, batch = random_logits(3, step), SamplingBatch(tuple(some))
         assert tables.fill(batch)
         ids, _ = sampler.draw(logits, tables)
-        tables.moved_on()
+        tables.move_on()
         wanted = [a.token_ids[0] for a in cpu.sample(logits[: len(some)], batch)]
         assert ids[: len(some)].tolist() == wanted
         moved = dict(zip(map(identity, some), map(moved_on, some, wanted), strict=True))
@@ -248,7 +248,7 @@ def test_counts_are_trusted_if_every_draw_was_taken(
     tables.fill(SamplingBatch((asked,)))
     for _ in range(num_launched):
         sampler.draw(logits, tables)
-    tables.moved_on(num_launched)
+    tables.move_on(num_launched)
     for _ in range(num_appended):
         (found,) = answer(logits, asked, sampler=cpu)
         asked = moved_on(asked, found.token_ids[0])

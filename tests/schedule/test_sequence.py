@@ -6,7 +6,7 @@ import pytest
 
 from plait.errors import EngineError
 from plait.schedule.plan import Chunk, Sampled, StepPlan
-from plait.schedule.pooled import Pool
+from plait.schedule.pooled import PooledHidden
 from plait.schedule.scheduler import Scheduler
 from plait.schedule.sequence import Update
 from tests.schedule.test_scheduler import planned, scheduler, sequence, shape
@@ -27,7 +27,7 @@ def run(s: Scheduler, plan: StepPlan) -> list[Update]:
 
 def test_state_of_the_last_token_is_requested_once() -> None:
     s = scheduler()
-    s.add(sequence(1, 20, 0, pool=Pool("last")))
+    s.add(sequence(1, 20, 0, pooled=PooledHidden("last")))
     first = planned(s)
     assert (shape(first), first.chunks[0].num_pooled, first.chunks[0].num_logits) == ([(1, 0, 16)], 0, 0)
     assert not first.chunks[0].has_answer
@@ -45,7 +45,7 @@ def test_state_of_the_last_token_is_requested_once() -> None:
 
 def test_the_mean_is_that_of_all_tokens_however_the_prompt_was_cut() -> None:
     s = scheduler(max_num_batched_tokens=6)
-    s.add(sequence(1, 20, 0, pool=Pool("mean")))
+    s.add(sequence(1, 20, 0, pooled=PooledHidden("mean")))
     while not (updates := run(s, planned(s))):
         pass
     assert updates[0].event.embedding == (sum(range(100, 120)) / 20, 1.0)
@@ -53,13 +53,13 @@ def test_the_mean_is_that_of_all_tokens_however_the_prompt_was_cut() -> None:
 
 def test_a_mean_computes_what_is_cached_and_the_last_state_does_not() -> None:
     s, tokens = scheduler(), list(range(500, 512))
-    s.add(sequence(1, tokens, 0, pool=Pool("last")))
+    s.add(sequence(1, tokens, 0, pooled=PooledHidden("last")))
     run(s, planned(s))
-    s.add(sequence(2, tokens, 0, pool=Pool("mean")))
+    s.add(sequence(2, tokens, 0, pooled=PooledHidden("mean")))
     plan = planned(s)
     assert shape(plan) == [(2, 0, 12)]
     assert run(s, plan)[0].event.embedding == (sum(tokens) / 12, 1.0)
-    s.add(sequence(3, tokens, 0, pool=Pool("last")))
+    s.add(sequence(3, tokens, 0, pooled=PooledHidden("last")))
     plan = planned(s)
     assert plan.chunks[0].start > 0
     assert run(s, plan)[0].event.embedding == (511.0, 1.0)
@@ -67,7 +67,7 @@ def test_a_mean_computes_what_is_cached_and_the_last_state_does_not() -> None:
 
 def test_a_failed_step_counts_no_token_twice() -> None:
     s = scheduler(max_num_batched_tokens=8)
-    s.add(sequence(1, 20, 0, pool=Pool("mean")))
+    s.add(sequence(1, 20, 0, pooled=PooledHidden("mean")))
     run(s, planned(s))
     planned(s)
     s.isolate()
@@ -78,7 +78,7 @@ def test_a_failed_step_counts_no_token_twice() -> None:
 
 
 def test_an_answer_without_a_state_is_an_error() -> None:
-    pool = Pool("mean")
+    pool = PooledHidden("mean")
     with pytest.raises(EngineError, match="hidden state"):
         pool.add((), 4)
     pool.add((1.0, 2.0), 4)

@@ -14,7 +14,7 @@ from torch import Tensor
 from plait.ops.attention import write_paged
 from plait.ops.block_sparse import block_sparse_attention, choose_blocks
 from plait.ops.entry import Form, head_forms
-from plait.ops.indexer import NONE
+from plait.ops.indexer import NONE, sort_chosen
 
 NAME = "torch"
 
@@ -52,9 +52,8 @@ def choose(
     own, blocks = ((seq_lens - 1) // size)[:, None, None], torch.arange(count, device=q.device)
     scores = scores.masked_fill((blocks <= own) & (blocks > own - local), math.inf)
     order = scores.sort(descending=True, stable=True).indices[..., :top_k]
-    best = order.masked_fill(order > own, count).sort().values
     chosen = torch.full((*q.shape[:2], top_k), NONE, dtype=torch.int32, device=q.device)
-    chosen[..., : best.shape[-1]] = best.masked_fill(best == count, NONE).int()
+    chosen[..., : order.shape[-1]] = sort_chosen(order, order > own, count)
     return chosen
 
 

@@ -14,7 +14,7 @@ from plait.kernels.torch.paged_rows import gather_rows, list_window
 from plait.ops.attention import share_softmax, write_paged
 from plait.ops.compressed import choose_entries, entry_attention
 from plait.ops.entry import latent_form
-from plait.ops.indexer import NONE
+from plait.ops.indexer import NONE, sort_chosen
 
 NAME = "torch"
 
@@ -52,9 +52,8 @@ def choose(
     unseen = torch.arange(most, device=q.device) >= count
     # What lies in memory behind a sequence may be no number: it comes last all the same.
     order = scores.masked_fill(unseen, -math.inf).sort(descending=True, stable=True).indices[:, :top_k]
-    best = order.masked_fill(order >= count, most).sort().values
     chosen = torch.full((len(q), top_k), NONE, dtype=torch.int32, device=q.device)
-    chosen[:, : best.shape[1]] = best.masked_fill(best == most, NONE).int()
+    chosen[:, : order.shape[1]] = sort_chosen(order, order >= count, most)
     return chosen
 
 

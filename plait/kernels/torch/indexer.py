@@ -12,7 +12,7 @@ from torch import Tensor
 
 from plait.ops.attention import share_softmax, write_paged
 from plait.ops.entry import latent_form
-from plait.ops.indexer import NONE, choose_keys, sparse_latent_attention
+from plait.ops.indexer import NONE, choose_keys, sort_chosen, sparse_latent_attention
 
 NAME = "torch"
 
@@ -46,9 +46,8 @@ def choose(
     unseen = torch.arange(most, device=q.device) >= seq_lens[:, None]
     # What lies in memory behind a sequence may be no number: it comes last all the same.
     order = scores.masked_fill(unseen, -math.inf).sort(descending=True, stable=True).indices[:, :top_k]
-    best = order.masked_fill(order >= seq_lens[:, None], most).sort().values
     chosen = torch.full((len(q), top_k), NONE, dtype=torch.int32, device=q.device)
-    chosen[:, : best.shape[1]] = best.masked_fill(best == most, NONE).int()
+    chosen[:, : order.shape[1]] = sort_chosen(order, order >= seq_lens[:, None], most)
     return chosen
 
 

@@ -43,6 +43,7 @@ def describe_attention(m: AttentionSpec) -> str:
 
 
 def divide_attention(s: AttentionSpec, rank: Rank, hidden_size: int) -> Division:
+    """A rank's heads: their rows of what gives queries, keys and values, and their columns of the output."""
     heads, dim = join_ranges(rank.divide(s.num_heads, "heads")), s.head_dim
     kv = rank.divide_for_heads(s.num_kv_heads, s.num_heads, "key-value heads")
     q_rows, kv_rows = Cut((scale_range(heads, dim),)), Cut((scale_range(kv, dim),))
@@ -58,6 +59,8 @@ def divide_attention(s: AttentionSpec, rank: Rank, hidden_size: int) -> Division
 
 @mixer(AttentionSpec, describe_attention, divide_attention)
 class Attention:
+    """One product gives queries, keys and values. The latter two go to the cache, where queries attend."""
+
     def __init__(self, s: AttentionSpec, w: Weights) -> None:
         self.spec, self.name = s, w.prefix
         q, kv = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
@@ -69,9 +72,8 @@ class Attention:
         self.v_norm = Norm(s.v_norm, w.scope("v_norm"), s.head_dim) if s.v_norm else None
         self.sinks = w.tensor("sinks", (s.num_heads,), torch.float32) if s.sinks else None
         self.rope = Rope(s.rope, w) if s.rope else None
-        self._norms = None
-        if self.q_norm and self.k_norm:
-            self._norms = HeadNorms(self.q_norm.weights, self.k_norm.weights, s.qk_norm_over)
+        weights = (self.q_norm.weights, self.k_norm.weights) if self.q_norm and self.k_norm else None
+        self._norms = HeadNorms(*weights, s.qk_norm_over) if weights else None
         sizes: dict[str, object] = dict(heads=s.num_heads, kv_heads=s.num_kv_heads, dim=s.head_dim)
         sizes |= dict(window=s.window, softcap=s.softcap, sinks=s.sinks, activations=w.target.activations)
         self.slopes = torch.tensor(s.slopes, device=w.target.device) if s.slopes else None
@@ -87,10 +89,9 @@ class Attention:
         self.out_norm = InnerNorm(s.out_norm, w.scope("out_norm"), q, s.head_dim) if s.out_norm else None
         self.head_gate = HeadGate(s.head_gate, w, s.num_heads) if s.head_gate else None
         self._parts = [size // s.head_dim for size in parts.values()]
-        dtype = w.target.kv_dtype
-        widths = zip("kv", head_widths(s.head_dim, dtype), strict=True)
+        widths = zip("kv", head_widths(s.head_dim, w.target.kv_dtype), strict=True)
         entry = {name: (s.num_kv_heads, width) for name, width in widths}
-        states: dict[str, State] = {self.name: PagedState(entry, s.window, dtype)}
+        states: dict[str, State] = {self.name: PagedState(entry, s.window, w.target.kv_dtype)}
         self.states = {} if s.both_ways else states  # no later step reads them
         self._group = group_name(s.window)
 
@@ -111,16 +112,16 @@ class Attention:
         return self._close(out, x, closing)
 
     def attend_heads(self, projected: Tensor, batch: Batch, store: StateStore) -> tuple[Tensor, list[Tensor]]:
-        """(what heads give, [T, heads, d], and the projections behind those of values)."""
+        """(what heads give, [T, heads, d], and the projections behind those of values: a gate's, if any)."""
         s = self.spec
         projected = projected if self._clip is None else self._clip(projected, s.clip)
         heads = projected.unflatten(-1, (-1, s.head_dim))  # [T, heads + 2 kv_heads (+ heads), d]
         q, k, v, *closing = heads.split(self._parts, 1)
         v = self.v_norm(v) if self.v_norm else v
         if s.both_ways:
-            turned, starts = self._turned(heads, q, k, batch), batch.query_start
+            rotated, starts = self._norm_and_rotate(heads, q, k, batch), batch.query_start
             prompts = batch.count_prompts() if s.both_ways == "prompt" else None
-            return self._attend(*turned, v, starts, s.scale, s.window, s.softcap, prompts), closing
+            return self._attend(*rotated, v, starts, s.scale, s.window, s.softcap, prompts), closing
         cache, index = store[self.name], batch.paged[self._group]
         caches = cache["k"], cache["v"]
         where = (index.block_table, index.slot_mapping, batch.query_start, batch.seq_lens)
@@ -131,7 +132,7 @@ class Attention:
             q = self.temperature(q, batch) if self.temperature else q
             out = self._attend(q, None, None, *caches, *where, *how, batch.step, **self._more)
         else:
-            q, k = self._turned(heads, q, k, batch)
+            q, k = self._norm_and_rotate(heads, q, k, batch)
             q = self.temperature(q, batch) if self.temperature else q
             out = self._attend(q, k, v, *caches, *where, *how, **self._more)
         return out, closing
@@ -142,7 +143,7 @@ class Attention:
         out = self.out_norm(out) if self.out_norm else out
         return self.o(self._gate(out, closing[0].flatten(1)) if self._gate else out)
 
-    def _turned(self, heads: Tensor, q: Tensor, k: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _norm_and_rotate(self, heads: Tensor, q: Tensor, k: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Queries and keys, normed and rotated. heads: both, and what is behind them."""
         if self.q_norm and self.k_norm and not self.spec.qk_norm_last:
             q, k = self.q_norm(q), self.k_norm(k)

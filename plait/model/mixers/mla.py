@@ -129,7 +129,7 @@ class Mla:
         q = self.temperature(q, batch) if self.temperature else q
         q_nope, q_rope = q.split([s.nope_dim, s.rope_dim], -1)
         latent, k_rope = self.kv_a(x).split([s.kv_rank, s.rope_dim], -1)
-        q_nope = self._added(self._map_q(q_nope, self.k_up), q_nope, is_keys=True)
+        q_nope = self._add_adapters(self._map_q(q_nope, self.k_up), q_nope, is_keys=True)
         cache, index = store[self.name]["latent"], batch.paged[group_name(s.window)]
         seen: dict[str, object] = {"sinks": self.sinks, **({} if s.indexer else {"window": s.window})}
         where = (index.block_table, index.slot_mapping, batch.query_start, batch.seq_lens)
@@ -150,13 +150,13 @@ class Mla:
             q = self._join(q_nope, q_rope) if s.rope_dim else q_nope
             latent = self._join(latent, k_rope) if s.rope_dim else latent
             out = self._attend(q, latent, cache, *chosen, *where, s.scale, s.kv_rank, **seen)
-        out = self._added(self._map_out(out, self.v_up), out)
+        out = self._add_adapters(self._map_out(out, self.v_up), out)
         out = (self.head_gate(out, x) if self.head_gate else out).flatten(1)
         if self._gate:
             out = self._gate(out, self.out_gate(x) if self.out_gate else closing[0])
         return self.o(out)
 
-    def _added(self, y: Tensor, x: Tensor, *, is_keys: bool = False) -> Tensor:
+    def _add_adapters(self, y: Tensor, x: Tensor, *, is_keys: bool = False) -> Tensor:
         """y: [T, heads, out] of one half of the up-projection, and its x: what adapters make of it."""
         rows = self._step.current if self._step else None
         if self._add is None or self._sites is None or rows is None:

@@ -33,7 +33,7 @@ def divide_mlp(s: MlpSpec, rank: Rank) -> tuple[MlpSpec, dict[str, Cut]]:
 
 
 def _divide(s: MlpSpec, rank: Rank, hidden_size: int) -> Division:
-    if s.keep is not None:  # mean and deviation are of all features: each rank computes the whole
+    if s.cutoff is not None:  # mean and deviation are of all features: each rank computes the whole
         return Division(s, {}, sums=-1)
     return Division(*divide_mlp(s, rank), gathers=int(s.norm is not None))
 
@@ -49,13 +49,13 @@ class Mlp:
         self._norm = InnerNorm(s.norm, w.scope("inner_norm"), s.size) if s.norm else None
         self._curve = w.tensor("curve", (4,), torch.float32) if s.activation == "xielu" else None
         self._activate = (
-            w.bind(activate, kind=s.activation, gated=s.gated and s.keep is None)
+            w.bind(activate, kind=s.activation, gated=s.gated and s.cutoff is None)
             if self._curve is None
             else w.bind(xielu)
         )
-        self._glu = w.bind(glu, kind=s.activation, up=self.up) if s.gated and s.keep is None else None
-        self.is_summed, self._multiply = s.keep is not None, w.bind(multiply)
-        self._keep = w.bind(keep_largest) if s.keep is not None else None
+        self._glu = w.bind(glu, kind=s.activation, up=self.up) if s.gated and s.cutoff is None else None
+        self.is_summed, self._multiply = s.cutoff is not None, w.bind(multiply)
+        self._keep = w.bind(keep_largest) if s.cutoff is not None else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., hidden] -> [..., hidden]."""
@@ -64,7 +64,7 @@ class Mlp:
             h = self._glu(x, self.up, kind, self._activate)
         elif self._keep:
             gate, up = self.up(x).chunk(2, -1)
-            h = self._multiply(self._activate(self._keep(gate, self.spec.keep), kind, False), up)
+            h = self._multiply(self._activate(self._keep(gate, self.spec.cutoff), kind, False), up)
         elif self._curve is not None:
             h = self._activate(self.up(x), self._curve)
         else:

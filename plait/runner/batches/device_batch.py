@@ -190,13 +190,13 @@ class DeviceBatch:
         """Do what `place` found, where no other number is written."""
         self._apply(changes)
 
-    def moved_on(self, rows: Sequence[int]) -> None:
-        """A captured step ran over these rows."""
+    def move_on(self, rows: Sequence[int]) -> None:
+        """Record that a captured step ran over these rows."""
         for row in rows:
             self._known[row].position += 1
 
-    def sampled(self, rows: Sequence[int], step: int) -> None:
-        """What a step sampled was put into the rows' token ids."""
+    def mark_sampled(self, rows: Sequence[int], step: int) -> None:
+        """Record that what a step sampled is in the rows' token ids."""
         for row in rows:
             self._known[row].token, self._known[row].step = SAMPLED, step
 

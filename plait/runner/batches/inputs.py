@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Sequence
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -87,7 +88,7 @@ def batch_of(plan: StepPlan, groups: Sequence[BlockGroup], tensors: Sequence[Ten
     """The batch of a plan over what `parts_of` it is on the device."""
     chunks = plan.chunks
     ids, positions, starts, lens, slots, history, rows, adapters, *paged = tensors
-    decodes = [len(c.token_ids) == 1 and c.start > 0 for c in chunks]
+    decodes = [is_decode(chunk) for chunk in chunks]
     pairs = zip(groups, paged[::2], paged[1::2], strict=True)
     return Batch(
         token_ids=ids,
@@ -114,6 +115,12 @@ def is_decoding(plan: StepPlan) -> bool:
     return all(is_decode(chunk) and chunk.num_logits == 1 and not chunk.num_pooled for chunk in plan.chunks)
 
 
+def list_columns(rows: Sequence[SamplingRow]) -> list[range]:
+    """Which of a step's draws are those of each row, in the rows' order."""
+    ends = accumulate(row.num_samples for row in rows)
+    return [range(end - row.num_samples, end) for row, end in zip(rows, ends, strict=True)]
+
+
 def list_draws(drawing: Drawing) -> list[int]:
     """The rows of logits that are sampled from: of each chunk its last."""
     found, end = list[int](), 0
@@ -125,12 +132,8 @@ def list_draws(drawing: Drawing) -> list[int]:
 
 def list_places(drawing: Drawing, seq_ids: Container[int]) -> list[int]:
     """Which of the draws are those of these sequences, which have one each."""
-    found, end = [], 0
-    for chunk, row in drawing:
-        if chunk.seq_id in seq_ids:
-            found.append(end)
-        end += row.num_samples
-    return found
+    columns = list_columns([row for _, row in drawing])
+    return [own.start for (chunk, _), own in zip(drawing, columns, strict=True) if chunk.seq_id in seq_ids]
 
 
 def _ranges(begins: Ints, counts: Ints) -> Ints:

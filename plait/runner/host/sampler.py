@@ -101,7 +101,7 @@ class HostSampler:
         check_finite(values.ravel().tolist())
         return [Sampled(tuple(tokens)) for tokens in ids.T.tolist()]
 
-    def limited(self, logits: Any) -> Any:
+    def cut_to_limit(self, logits: Any) -> Any:
         """Without the ids behind the last one that may be sampled; of an array or a tensor."""
         return logits if logits.shape[1] == self.limit else logits[:, : self.limit]
 
@@ -113,16 +113,16 @@ class HostSampler:
         bounds: Bounds | None = None,
     ) -> list[int]:
         """logits: [n, vocab], not changed -> n tokens, and in `bounds` what mirostat goes on with."""
-        edited = self._edited(logits, draws)
+        edited = self._edit_rows(logits, draws)
         if largest is None or edited is not logits:
-            largest = self._ops.largest(self.limited(edited))
+            largest = self._ops.largest(self.cut_to_limit(edited))
         found, values = (part[: len(draws)].tolist() for part in largest)
         check_finite(values)
         ids: list[int] = found
         chained = [i for i, (row, _) in enumerate(draws) if row.params.needs_chain]
         if drawn := [i for i, (row, _) in enumerate(draws) if row.params.temperature and i not in chained]:
-            limited = self.limited(edited)
-            chosen = self._drawn(
+            limited = self.cut_to_limit(edited)
+            chosen = self._draw_ids(
                 limited if len(drawn) == len(limited) else limited[drawn], [draws[i] for i in drawn]
             )
             for i, token_id in zip(drawn, chosen, strict=True):
@@ -131,7 +131,7 @@ class HostSampler:
             ids[i] = _choose_by_chain(edited[i, : self.limit], draws[i], {} if bounds is None else bounds)
         return ids
 
-    def _drawn(self, logits: Floats, draws: Sequence[Draw]) -> list[int]:
+    def _draw_ids(self, logits: Floats, draws: Sequence[Draw]) -> list[int]:
         params = [row.params for row, _ in draws]
         settings = (
             np.array([p.temperature or 0.0 for p in params]),
@@ -143,7 +143,7 @@ class HostSampler:
         chosen: list[int] = self._ops.draw(logits, settings).tolist()
         return chosen
 
-    def _edited(self, logits: Floats, draws: Sequence[Draw]) -> Floats:
+    def _edit_rows(self, logits: Floats, draws: Sequence[Draw]) -> Floats:
         """With what each row's settings forbid, favour or penalise; a copy [n, limit] if anything changes."""
         edits = [at for at, (row, i) in enumerate(draws) if is_edited(row, i)]
         if not edits and not len(self.holes):
