@@ -141,6 +141,11 @@ class AdapterSlots:
             place.site.clear(slot)
 
     @property
+    def names(self) -> list[str]:
+        """Our names of the weights that adapters may change."""
+        return [name for place in self._places for name in place.parts]
+
+    @property
     def nbytes(self) -> int:
         return sum(place.site.nbytes for place in self._places)
 
