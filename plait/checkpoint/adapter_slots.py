@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from plait.checkpoint.divided import WHOLE_CHANGE, FactorPart
 from plait.errors import ShapeMismatch
 from plait.ops.linear import Linear
 from plait.ops.low_rank import (
@@ -40,40 +42,59 @@ AnySite = AdapterSite | StackedSite
 UNREACHED = ("mimo_up", "mimo_down")  # layers that a kernel applies to each head
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A site, and which part of the change of each weight it adds, by our names."""
+
+    parts: Mapping[str, FactorPart]
+    site: AnySite | HeadSites
+
+
 class AdapterSlots:
     """As many adapters at a time as `limits` say, numbered from 1. Sites are made while the model is built.
 
     known: the adapters that there will ever be, so that other layers stay as they are; None: any may come.
+    elsewhere: names of weights that other ranks have.
     """
 
-    def __init__(self, limits: AdapterLimits, known: Sequence[FactorSource] | None) -> None:
-        self.limits, self.step, self._known = limits, StepRows(), known
-        self._sites: dict[tuple[str, ...], AnySite | HeadSites] = {}
+    def __init__(
+        self, limits: AdapterLimits, known: Sequence[FactorSource] | None, elsewhere: Collection[str] = ()
+    ) -> None:
+        self.limits, self.step, self._known, self._elsewhere = limits, StepRows(), known, elsewhere
+        self._places: list[_Place] = []
 
-    def attach(self, names: Sequence[str], linear: Linear, out_sizes: Sequence[int], bind: Bind) -> None:
+    def attach(
+        self, parts: Mapping[str, FactorPart], linear: Linear, out_sizes: Sequence[int], bind: Bind
+    ) -> None:
         """Give a linear layer of these weights of ours, side by side, a site."""
-        if any(name.rpartition(".")[2] in UNREACHED or name.startswith(BEHIND) for name in names):
+        if any(name.rpartition(".")[2] in UNREACHED or name.startswith(BEHIND) for name in parts):
             return
-        if (site := self.site(names, linear.n_in, out_sizes)) is not None:
+        if (site := self._make_site(parts, linear.n_in, out_sizes)) is not None:
             linear.add(AddedAdapters(site, self.step, bind))
 
-    def site(self, names: Sequence[str], n_in: int, out_sizes: Sequence[int]) -> AnySite | None:
-        """The site of these weights; None: no adapter changes them."""
-        if not self._may_change(names):
+    def _make_site(
+        self, parts: Mapping[str, FactorPart], n_in: int, out_sizes: Sequence[int]
+    ) -> AnySite | None:
+        if not self._may_change(parts):
             return None
         made: AnySite
         if self.limits.stacked_on is None:
             made = AdapterSite(n_in, out_sizes, self.limits)
         else:
-            made = StackedSite(n_in, out_sizes, self.limits, self._rank_of(names))
-        self._sites[tuple(names)] = made
+            made = StackedSite(n_in, out_sizes, self.limits, self._rank_of(parts))
+        self._places.append(_Place(parts, made))
         return made
 
-    def head_sites(self, name: str, heads: int, nope: int, v: int, latent: int) -> HeadSites | None:
-        """The site of MLA's up-projection of that name; None: no adapter changes it."""
+    def head_sites(
+        self, name: str, sizes: tuple[int, int, int, int], part: FactorPart = WHOLE_CHANGE
+    ) -> HeadSites | None:
+        """The site of MLA's up-projection of that name; None: no adapter changes it.
+
+        sizes: heads, nope, v, latent, of this rank.
+        """
         if not self._may_change([name]):
             return None
-        limits, rank = self.limits, self._rank_of([name])
+        limits, rank, (heads, nope, v, latent) = self.limits, self._rank_of([name]), sizes
 
         def make(n_in: int, n_out: int) -> FactorSite:
             if limits.stacked_on is not None:
@@ -81,16 +102,17 @@ class AdapterSlots:
             return SitesByHead([AdapterSite(n_in, (n_out,), limits) for _ in range(heads)])
 
         keys, values = make(nope, latent), make(latent, v)
-        made = self._sites[name,] = HeadSites((heads, nope, v, latent), rank, keys, values)
+        made = HeadSites(sizes, rank, keys, values)
+        self._places.append(_Place({name: part}, made))
         return made
 
-    def _rank_of(self, names: Sequence[str]) -> int:
+    def _rank_of(self, names: Collection[str]) -> int:
         """The largest rank of factors of these weights."""
         if self._known is None:
             return self.limits.max_rank
         return max(match.rank_of(name) for match in self._known for name in names)
 
-    def _may_change(self, names: Sequence[str]) -> bool:
+    def _may_change(self, names: Collection[str]) -> bool:
         return self._known is None or any(match.has(name) for match in self._known for name in names)
 
     def load(self, slot: int, match: FactorSource) -> None:
@@ -99,11 +121,13 @@ class AdapterSlots:
         Raises ShapeMismatch, UnsupportedFormat and UnusedTensor; the slot is free as before then.
         """
         try:
-            for names, site in self._sites.items():
-                for part, name in enumerate(names):
+            for place in self._places:
+                for number, (name, part) in enumerate(place.parts.items()):
                     factors = match.take(name)
                     if factors is not None:
-                        _put(site, slot, part, factors, f"{match.path}: {name}")
+                        _put(place.site, slot, number, part, factors, f"{match.path}: {name}")
+            for name in self._elsewhere:
+                match.take(name)
             match.check_all_used()
             if self.limits.stacked_on is not None and self.limits.stacked_on.type == "cuda":
                 torch.cuda.synchronize(self.limits.stacked_on)  # steps run on another stream
@@ -113,18 +137,25 @@ class AdapterSlots:
 
     def clear(self, slot: int) -> None:
         """Free a slot. No step may run meanwhile."""
-        for site in self._sites.values():
-            site.clear(slot)
+        for place in self._places:
+            place.site.clear(slot)
+
+    @property
+    def names(self) -> list[str]:
+        """Our names of the weights that adapters may change."""
+        return [name for place in self._places for name in place.parts]
 
     @property
     def nbytes(self) -> int:
-        return sum(site.nbytes for site in self._sites.values())
+        return sum(place.site.nbytes for place in self._places)
 
 
-def _put(site: AnySite | HeadSites, slot: int, part: int, factors: LowRankFactors, where: str) -> None:
+def _put(
+    site: AnySite | HeadSites, slot: int, number: int, part: FactorPart, factors: LowRankFactors, where: str
+) -> None:
     if factors.rank > site.max_rank:
         raise ShapeMismatch(f"{where}: rank {factors.rank} is more than {site.max_rank} (--max-lora-rank)")
     try:
-        site.put(slot, part, factors)
+        site.put(slot, number, part.keep(factors))
     except ShapeMismatch as error:
         raise ShapeMismatch(f"{where}: {error}") from None

@@ -17,6 +17,7 @@ from plait.checkpoint.names import NameMap, UnknownName, sources_of
 from plait.errors import ShapeMismatch
 from plait.ops.activation import combine
 from plait.ops.linear import Linear
+from plait.ops.low_rank import LowRankFactors
 from plait.ops.ranks import Alone, Comm, GatheredLinear, ShareLinear
 from plait.ops.registry import Bind
 from plait.partition import Cut, Range, Rank, shift_range, width
@@ -76,6 +77,17 @@ class Cuts:
     def first_share(self) -> int:
         """The number of its first share; that of number 0 adds the biases."""
         return self.comm.rank.own_shares.start if self.share is None else self.share
+
+    def factor_part(self, name: str) -> FactorPart:
+        """What this rank adds of an adapter's change of a weight that it has some rows of, or all."""
+        cut = self.find(name)
+        if cut is None or cut.rows is None:
+            return WHOLE_CHANGE
+        rank = self.comm.rank
+        cuts = [_find(self.of(replace(rank, index=index)), name) for index in range(rank.size)]
+        return FactorPart(
+            cut.rows, num_rows=max(stop for each in cuts if each for _, stop in each.rows or ())
+        )
 
     def inputs(self, name: str) -> Sequence[tuple[Range, ...]]:
         """The columns that each rank has of a layer with divided inputs, in ascending order."""
@@ -167,6 +179,38 @@ class StoredPart:
 WHOLE = StoredPart()
 
 
+@dataclass(frozen=True, slots=True)
+class FactorPart:
+    """What a rank adds of an adapter's change of a weight: ranges of its rows, or one of its inputs.
+
+    None: all. num_rows, num_cols: of the whole weight, where they are cut.
+    """
+
+    rows: tuple[Range, ...] | None = None
+    cols: Range | None = None
+    num_rows: int = 0
+    num_cols: int = 0
+
+    def keep(self, factors: LowRankFactors) -> LowRankFactors:
+        """The part. Raises ShapeMismatch for factors of a weight of another size."""
+        down, up = factors.down, factors.up
+        for found, wanted, what in (
+            (up.shape[0], self.rows and self.num_rows, "lora_B has {} outputs"),
+            (down.shape[1], self.cols and self.num_cols, "lora_A has {} inputs"),
+        ):
+            if wanted and found != wanted:
+                raise ShapeMismatch(f"{what.format(found)}; the layer has {wanted}")
+        if self.rows is not None:
+            up = torch.cat([up[slice(*piece)] for piece in self.rows])
+        if self.cols is not None:
+            down = down[:, slice(*self.cols)]
+        return LowRankFactors(down, up, factors.scale)
+
+
+WHOLE_CHANGE = FactorPart()
+Build = Callable[[Weight, Tensor | None, FactorPart], Linear]
+
+
 def keep_rows(value: Tensor | Weight, rows: tuple[Range, ...] | None) -> Tensor | Weight:
     """Ranges of the first dimension; a view where that is one range, None: all. Raises ShapeMismatch."""
     if rows is None:
@@ -203,13 +247,14 @@ def divide_linear(
     bias: Tensor | None,
     n_out: int,
     cuts: Cuts,
-    build: Callable[[Weight, Tensor | None], Linear],
+    build: Build,
     bind: Bind,
 ) -> Any:
     """A linear layer with divided inputs. part: of its weight; weight: what `part.keep` gave.
 
-    build: makes a `Linear` of a weight and a bias; the first share alone adds the bias. n_out: of the whole
-    layer. Where its columns could not be cut, inputs are gathered, and a rank has some of the outputs.
+    build: makes a `Linear` of a weight, a bias, and the part of adapters' changes; the first share alone adds
+    the bias. n_out: of the whole layer. Where its columns could not be cut, inputs are gathered, and a rank
+    has some of the outputs.
     """
     cut, name = cuts.find(part.name), part.name.removesuffix(".weight")
     assert cut is not None
@@ -222,11 +267,14 @@ def divide_linear(
     for piece in own:
         places[piece] = (at, at + width(piece))
         at += width(piece)
-    shares = []
+    shares, num_cols = [], max(stop for _, stop in part.edges)
     for number, ranges in enumerate(cut.cols, cuts.first_share):
         first = bias if number == 0 else None
         parts = [(piece, first if i == 0 else None) for i, piece in enumerate(ranges)]
-        made = [build(weight.cols(*_back(piece, part.cols)), added) for piece, added in parts]
+        made = [
+            build(weight.cols(*_back(piece, part.cols)), added, FactorPart(cols=piece, num_cols=num_cols))
+            for piece, added in parts
+        ]
         shares.append([(places[piece], one) for (piece, _), one in zip(parts, made, strict=True)])
     # With shares of its own a model adds in float32: a result in the dtype of x would be rounded before.
     is_summed = cuts.comm.rank.shares and cuts.share is None  # of one share experts are built, say
@@ -252,11 +300,11 @@ def _gather_inputs(
     bias: Tensor | None,
     n_out: int,
     cuts: Cuts,
-    build: Callable[[Weight, Tensor | None], Linear],
+    build: Build,
 ) -> object:
     rank = cuts.comm.rank
     if rank.size == 1:
-        return build(weight, bias)
+        return build(weight, bias, WHOLE_CHANGE)
     own, inputs = _own_outputs(rank, n_out), cuts.inputs(name)
     widths = [sum(map(width, ranges)) for ranges in inputs]
     if weight.shape != (width(own), sum(widths)):
@@ -267,14 +315,20 @@ def _gather_inputs(
     columns = torch.cat([torch.arange(*piece) for ranges in inputs for piece in ranges])
     is_sorted = bool((columns[1:] > columns[:-1]).all())
     order = None if is_sorted else columns.argsort()
-    rows = build(weight, None if bias is None else bias[slice(*own)])
+    rows = build(weight, None if bias is None else bias[slice(*own)], FactorPart((own,), num_rows=n_out))
     return GatheredLinear(rows, own, n_out, cuts.comm, widths, order)
 
 
 def list_dropped(cuts: Cuts, names: NameMap, checkpoint: Container[str]) -> Iterator[str]:
     """Tensors of the checkpoint that other ranks read: those of whole experts, and some that stand alone."""
-    for name in [name for name, cut in cuts.own.items() if cut.is_dropped]:
-        for part, end in itertools.product(("", ".gate", ".up", ".down"), ("weight", "bias")):
-            with suppress(UnknownName):
-                source, _ = names.resolve(f"{name}{part}.{end}", checkpoint)
-                yield from sources_of(source)
+    for name, end in itertools.product(list_names_elsewhere(cuts), ("weight", "bias")):
+        with suppress(UnknownName):
+            source, _ = names.resolve(f"{name}.{end}", checkpoint)
+            yield from sources_of(source)
+
+
+def list_names_elsewhere(cuts: Cuts) -> Iterator[str]:
+    """Names of ours that weights which other ranks have may go by."""
+    dropped = (name for name, cut in cuts.own.items() if cut.is_dropped)
+    for name, part in itertools.product(dropped, ("", ".gate", ".up", ".down")):
+        yield f"{name}{part}"

@@ -7,7 +7,6 @@ projection, and the unused-tensor check keeps it honest.
 from __future__ import annotations
 
 import difflib
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,15 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.adapter_slots import AdapterSlots
-from plait.checkpoint.divided import WHOLE, Cuts, StoredPart, divide_linear, keep_joined, list_dropped
+from plait.checkpoint.divided import (
+    WHOLE,
+    Cuts,
+    FactorPart,
+    StoredPart,
+    divide_linear,
+    keep_joined,
+    list_dropped,
+)
 from plait.checkpoint.names import NameMap, UnknownName, make_derived, sources_of
 from plait.checkpoint.packed_cache.cache import Shelf
 from plait.errors import MissingTensor, ShapeMismatch, UnusedTensor, list_some
@@ -28,10 +35,9 @@ from plait.ops.linear import Activations, Linear
 from plait.ops.ranks import Comm
 from plait.ops.registry import Binding, Op, OpFacts
 from plait.partition import Cut, Range
-from plait.quant.encode import find_encoder
+from plait.quant.encode import find_encoder, log_encoded
 from plait.quant.weight import CachedWeight, Dense, Weight, as_tensor, as_weight
 
-log = logging.getLogger("plait")
 PLAIN = {"router", "shared_gate"}  # small weight matrices that choose: they are never encoded
 
 
@@ -230,7 +236,8 @@ class Weights:
         made = Linear(weights, biases, self.bind, target.dtype, target.activations)
         target.weights_nbytes += made.nbytes
         if target.adapters:
-            target.adapters.attach([self._full(name) for name in names], made, out_sizes, self.bind)
+            changes = {full: self.cuts.factor_part(full) for full in map(self._full, names)}
+            target.adapters.attach(changes, made, out_sizes, self.bind)
         if target.shelf and kept is None:
             target.shelf.note(full, made, (in_size, out_sizes), target.encoded - before)
         return made
@@ -252,13 +259,17 @@ class Weights:
         wanted = rows[1] - rows[0], shape[1]
         if weight.shape != wanted:
             raise ShapeMismatch(_shape_message(self._full(name), weight.shape, wanted))
-        made = self._one(name, weight, bias if bias is None else bias[slice(*rows)])
+        some = bias if bias is None else bias[slice(*rows)]
+        made = self._one(name, weight, some, FactorPart((rows,), num_rows=shape[0]))
         self.target.weights_nbytes += made.nbytes
         return made
 
-    def _one(self, name: str, weight: Weight, bias: Tensor | None) -> Linear:
+    def _one(self, name: str, weight: Weight, bias: Tensor | None, change: FactorPart) -> Linear:
         weight, target = self._encoded(name, weight.to(self.target.device)), self.target
-        return Linear([weight], [bias], self.bind, target.dtype, target.activations)
+        made = Linear([weight], [bias], self.bind, target.dtype, target.activations)
+        if target.adapters:
+            target.adapters.attach({self._full(name): change}, made, (made.n_out,), self.bind)
+        return made
 
     def linear_stack(
         self, numbers: Sequence[int], *names: str, in_size: int, out_sizes: tuple[int, ...], pack: Pack
@@ -316,15 +327,6 @@ class Weights:
         target.encoded[how.kind.name] += 1
         return how(weight.tensor, self._full(f"{name}.weight"), threads)
 
-    def _log_encoded(self) -> None:
-        wanted, found = self.target.quantize, self.target.encoded
-        if wanted is None:
-            return
-        counts = ", ".join(f"{count} in {name}" for name, count in found.most_common())
-        nothing = all(name.endswith("as it was") for name in found)
-        level, more = (logging.WARNING, "; nothing was encoded") if nothing else (logging.INFO, "")
-        log.log(level, "quantize %s: of the linear layers, %s%s", wanted, counts, more)
-
     def bind(self, op: Op, **sizes: object) -> Callable[..., Any]:
         """The variant of an op for this target; recorded for `plait info --ops`."""
         target = self.target
@@ -373,7 +375,7 @@ class Weights:
                 f"the model does not use {len(left)} tensor(s) of the checkpoint: {list_some(left, 8)}. "
                 "Either the architecture was detected wrongly (see `plait info`) or the family is incomplete."
             )
-        self._log_encoded()
+        log_encoded(self.target.quantize, self.target.encoded)
 
     def _full(self, name: str) -> str:
         return f"{self.prefix}.{name}" if self.prefix else name

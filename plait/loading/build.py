@@ -197,11 +197,12 @@ def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: 
     named = place_adapters(opened, target)
     with out_of_memory(f"loading the weights of {opened.files.name} ({gib(opened.nbytes)})"):
         decoder = load_decoder(opened, target, report)
-        adapters = load_adapters(opened, target, named)
     target.bound.append(_bind_packed(target))
     if target.ranks:
         target.ranks.wait_loaded(agreement_of(opened, target.comm.rank), target.chip)
         target.bound += [target.comm.bind()] if isinstance(target.comm, GroupComm) else []
+    with out_of_memory(f"loading the adapters of {opened.files.name}"):
+        adapters = load_adapters(opened, target, named)
     if target.device.type == "cuda":
         report("running the largest steps (the first start compiles kernels)", 0, 1)
     drafter = _drafter(draft, opened, target, decoder)

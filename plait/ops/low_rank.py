@@ -343,7 +343,14 @@ class HeadSites:
         return self.keys.nbytes + self.values.nbytes
 
 
-@op(cases=[dict(rows=1, heads=2, n_in=12, n_out=32), dict(rows=17, heads=3, n_in=40, n_out=7)])
+HEAD_CASES: list[Case] = [
+    dict(rows=1, heads=2, n_in=12, n_out=32),
+    dict(rows=17, heads=3, n_in=40, n_out=7),
+    dict(rows=5, heads=2, n_in=16, n_out=8, behind=4),
+]
+
+
+@op(cases=HEAD_CASES)
 def add_head_low_rank(y: Tensor, x: Tensor, heads: SitesByHead, rows: AdapterRows) -> Tensor:
     """As `add_low_rank`, each head by a site of its own. y: [T, H, m], x: [T, H, n] -> like y."""
     for h, site in enumerate(heads.sites):
@@ -359,8 +366,9 @@ def _head_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
         site.put(1, 0, LowRankFactors(torch.randn(4, n_in) / n_in**0.5, torch.randn(n_out, 4) / 2, 1.5))
     rows = AdapterRows.of((torch.arange(count, device=device) + 1) % 3)
     y = torch.randn(count, heads, n_out, dtype=dtype, device=device)
-    x = torch.randn(count, heads, n_in + 3, dtype=dtype, device=device)[..., :n_in]
-    return (y, x, SitesByHead(sites), rows), {}
+    each = heads * (n_in + 3)  # what lies behind the heads of a row, is no head's
+    x = torch.randn(count, each + case.get("behind", 0), dtype=dtype, device=device)[:, :each]
+    return (y, x.unflatten(1, (heads, -1))[..., :n_in], SitesByHead(sites), rows), {}
 
 
 class AddedAdapters:

@@ -9,7 +9,8 @@ a group along the first dimension: sums over groups are then sums of whole rows.
 
 from __future__ import annotations
 
-from collections import deque
+import logging
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from torch import Tensor
 
 from plait.errors import BadFile, ShapeMismatch, UnsupportedFormat
 from plait.quant.gguf import BlockType, Gguf, block_type
+
+log = logging.getLogger("plait")
 
 _PIECE = 1 << 15  # elements at a time on a CPU: torch leaves so few to one thread, and they stay in its cache
 _DEVICE_PIECE = 1 << 22  # the same elsewhere, where small pieces are slow
@@ -63,6 +66,16 @@ def find_encoder(name: str, cols: int) -> Encoder | None:
         if option and cols and cols % option.kind.elements == 0:
             return option
     return None
+
+
+def log_encoded(name: str | None, counts: Counter[str]) -> None:
+    """Log how many linear layers were kept in what, where a block format was requested: None, if none was."""
+    if name is None:
+        return
+    found = ", ".join(f"{count} in {kind}" for kind, count in counts.most_common())
+    nothing = all(kind.endswith("as it was") for kind in counts)
+    level, more = (logging.WARNING, "; nothing was encoded") if nothing else (logging.INFO, "")
+    log.log(level, "quantize %s: of the linear layers, %s%s", name, found, more)
 
 
 def _encode_rows(how: Encoder, weight: Tensor, name: str, threads: int) -> Gguf:

@@ -11,7 +11,8 @@ from multiprocessing.connection import Connection
 from plait.checkpoint.weights import Target
 from plait.config import EngineConfig
 from plait.engine.device import choose_device, memory_of, open_device
-from plait.errors import EngineError, PlaitError
+from plait.errors import EngineError, PlaitError, clip_text
+from plait.loading.adapters.place import AdapterLoader, place_adapters
 from plait.loading.kernel_trials.trials import try_kernels
 from plait.loading.make_runner import make_runner, make_sampler
 from plait.loading.measure_memory import list_steps, measure_room
@@ -22,11 +23,14 @@ from plait.model.decoder import Decoder
 from plait.partition import Rank
 from plait.resource_limits import trim_heap
 from plait.runner.ranks.messages import (
+    AdapterLoaded,
+    ClearAdapter,
     Failed,
     FromLeader,
     Join,
     Joined,
     Leave,
+    LoadAdapter,
     MeasureMemory,
     MemoryMeasured,
     Prepare,
@@ -86,7 +90,9 @@ class Follower:
             formats, used = weight_formats(opened), find_used_ops(opened)
             chip = try_kernels(self._target, formats, join.config.cache_dir, _silent, used)
             take_verdicts(self._target, chip)
+        named = place_adapters(opened, self._target)
         self._decoder: Decoder = load_decoder(opened, self._target, _silent)
+        self._adapters = AdapterLoader(opened, self._target, named)
         self._runner: ModelRunner | None = None
         self._running = deque[tuple[int, bytes, Ticket]]()  # steps, the oldest first
         agreement = agreement_of(opened, rank)
@@ -112,6 +118,10 @@ class Follower:
                     self._ready.logits(token_ids, chunk_size)
                 case MeasureMemory(config, max_model_len):
                     self._connection.send_bytes(encode(MemoryMeasured(self._measure(config, max_model_len))))
+                case LoadAdapter(slot, path):
+                    self._connection.send_bytes(encode(self._load_adapter(slot, path)))
+                case ClearAdapter(slot):
+                    self._adapters.clear(slot)
                 case Leave():
                     os._exit(0)
                 case Join():
@@ -144,6 +154,13 @@ class Follower:
         device, dtype = self._target.device, self._target.dtype
         runs = list_steps(self._decoder, config, max_model_len, device, dtype)
         return measure_room(memory_of(device), *runs)
+
+    def _load_adapter(self, slot: int, path: str) -> AdapterLoaded:
+        """What is wrong with an adapter is its sender's fault, which ends nothing."""
+        try:
+            return AdapterLoaded(self._adapters.load(slot, path))
+        except (PlaitError, OSError) as error:
+            return AdapterLoaded("", clip_text(" ".join(str(error).split()), 500))
 
     def _prepare(self, message: Prepare) -> None:
         target, vocab_size = self._target, self._decoder.spec.vocab_size

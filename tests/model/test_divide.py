@@ -68,12 +68,18 @@ def effect_of_last_bits(found: Resolved, checkpoint: Memory, plain: list[Tensor]
     """The largest difference of logits when every weight is off by up to half of its last bit."""
     generator, largest = torch.Generator().manual_seed(1), 0.0
     for _ in range(4):
-        moved = Memory()
-        for name, tensor in checkpoint.items():
-            noise = (torch.rand(tensor.shape, generator=generator) - 0.5) * torch.finfo(torch.float32).eps
-            moved[name] = tensor * (1 + noise.to(tensor.dtype)) if tensor.is_floating_point() else tensor
+        moved = move_last_bits(checkpoint, generator)
         largest = max(largest, *map(worst, in_pieces(decoder(found, moved), IDS), plain))
     return largest
+
+
+def move_last_bits(checkpoint: Memory, generator: torch.Generator) -> Memory:
+    """The same tensors, every number off by up to half of its last bit."""
+    moved = Memory()
+    for name, tensor in checkpoint.items():
+        noise = (torch.rand(tensor.shape, generator=generator) - 0.5) * torch.finfo(torch.float32).eps
+        moved[name] = tensor * (1 + noise.to(tensor.dtype)) if tensor.is_floating_point() else tensor
+    return moved
 
 
 def choose_tokens(logits: list[Tensor]) -> list[list[int]]:
@@ -92,9 +98,9 @@ def choose_tokens(logits: list[Tensor]) -> list[list[int]]:
     return chosen
 
 
-def can_run_on(found: Resolved, size: int) -> bool:
+def can_run_on(found: Resolved, size: int, *, whole_experts: bool = False) -> bool:
     try:
-        divide_model(found.spec, Rank(0, size))
+        divide_model(found.spec, Rank(0, size, whole_experts=whole_experts))
     except CannotDivide:
         return False
     return True

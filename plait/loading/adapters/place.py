@@ -16,12 +16,13 @@ from plait.checkpoint.adapters.adapter_file import AdapterFile
 from plait.checkpoint.adapters.gguf_adapter import open_gguf
 from plait.checkpoint.adapters.match import AdapterMatch
 from plait.checkpoint.adapters.peft import WEIGHTS, open_peft
+from plait.checkpoint.divided import list_names_elsewhere
 from plait.checkpoint.find_files import ModelFiles
 from plait.checkpoint.readers.gguf_metadata import is_own
 from plait.checkpoint.weights import Target
 from plait.config import EngineConfig
 from plait.engine.adapters import AdapterTable, no_adapters, parse_named
-from plait.errors import ConfigError, MissingTensor, UnsupportedFormat, list_some
+from plait.errors import BadFile, ConfigError, MissingTensor, UnsupportedFormat, list_some
 from plait.families.common.resolved import Resolved
 from plait.families.gguf.adapter_orders import find_orders
 from plait.kernels.load import allocate_packed
@@ -93,11 +94,6 @@ def place_adapters(opened: AdaptableModel, target: Target) -> Sequence[NamedAdap
     config = opened.config
     if not config.lora and config.lora_folder is None:
         return ()
-    if target.comm.rank.num_shares > 1:
-        raise ConfigError(
-            "lora: adapters do not run on several ranks, nor with --deterministic where sums have shares; "
-            "leave one of both out, or merge the adapter with `plait convert --lora`"
-        )
     found = list[NamedAdapter]()
     for text in config.lora:
         name, path = parse_named(text)
@@ -106,7 +102,8 @@ def place_adapters(opened: AdaptableModel, target: Target) -> Sequence[NamedAdap
         file = _check_device(open_adapter(Path(path), config.max_lora_rank), target)
         found.append(NamedAdapter(name, path, match_adapter(opened, file)))
     known = None if config.lora_folder is not None else [one.match for one in found]
-    target.adapters = AdapterSlots(_find_limits(config, target), known)
+    elsewhere = tuple(list_names_elsewhere(target.cuts))
+    target.adapters = AdapterSlots(_find_limits(config, target), known, elsewhere)
     return found
 
 
@@ -140,26 +137,68 @@ def count_slots(config: EngineConfig) -> int:
     return most
 
 
-def load_adapters(opened: AdaptableModel, target: Target, named: Sequence[NamedAdapter]) -> AdapterTable:
-    """Put the adapters into their slots. Raises CheckpointError.
+class AdapterLoader:
+    """Puts adapters into the slots of a rank's part of a model: first what `--lora` names, then others."""
 
-    The table loads others later only from inside of `lora_folder`.
-    """
-    slots, config = target.adapters, opened.config
-    if slots is None:
-        return no_adapters()
-    first = {one.path: one.match for one in named}
+    def __init__(self, opened: AdaptableModel, target: Target, named: Sequence[NamedAdapter]) -> None:
+        self._opened, self._target, self._named = opened, target, list(named)
 
-    def load(slot: int, path: str) -> str:
-        if (match := first.pop(path, None)) is None:
+    def load(self, slot: int, path: str) -> str:
+        """Put the adapter at a path into a slot; returns a hash of its numbers.
+
+        One that `--lora` does not name comes only from inside of `lora_folder`. Raises CheckpointError and
+        ConfigError; the slot is free then.
+        """
+        slots, opened = self._slots, self._opened
+        first = next((one for one in self._named if one.path == path), None)
+        if first is not None:
+            self._named.remove(first)
+            match = first.match
+        else:
+            config = opened.config
             file = open_adapter(find_inside(config.lora_folder, path), config.max_lora_rank)
-            match = match_adapter(opened, _check_device(file, target))
+            match = match_adapter(opened, _check_device(file, self._target))
         slots.load(slot, match)
         return match.file.digest
 
-    table = AdapterTable(slots.limits.num_slots, load, slots.clear)
+    def clear(self, slot: int) -> None:
+        """Free a slot."""
+        self._slots.clear(slot)
+
+    @property
+    def _slots(self) -> AdapterSlots:
+        if self._target.adapters is None:
+            raise ConfigError("this model was loaded without adapters")
+        return self._target.adapters
+
+
+def load_adapters(opened: AdaptableModel, target: Target, named: Sequence[NamedAdapter]) -> AdapterTable:
+    """Put the adapters into their slots, on all ranks. Raises CheckpointError.
+
+    The table loads others later only from inside of `lora_folder`.
+    """
+    slots = target.adapters
+    if slots is None:
+        return no_adapters()
+    loader = AdapterLoader(opened, target, named)
+
+    def load(slot: int, path: str) -> str:
+        digest = loader.load(slot, path)
+        try:
+            if target.ranks:
+                target.ranks.load_adapter(slot, path, digest)
+        except BadFile:
+            clear(slot)
+            raise
+        return digest
+
+    def clear(slot: int) -> None:
+        loader.clear(slot)
+        if target.ranks:
+            target.ranks.clear_adapter(slot)
+
+    table = AdapterTable(slots.limits.num_slots, load, clear)
     for one in named:
-        first[one.path] = one.match
         table.load(one.name, one.path, ())
     if named:
         mib = slots.nbytes / (1 << 20)

@@ -93,7 +93,8 @@ class Mla:
         self._step, self._sites = None, None
         if adapters := w.target.adapters:
             sizes_up = (heads, s.nope_dim, s.v_dim, s.kv_rank)
-            self._step, self._sites = adapters.step, adapters.head_sites(f"{w.prefix}.kv_b", *sizes_up)
+            own = w.cuts.factor_part(f"{w.prefix}.kv_b")
+            self._step, self._sites = adapters.step, adapters.head_sites(f"{w.prefix}.kv_b", sizes_up, own)
         self._add = w.bind(self._sites.keys.op) if self._sites else None
         self.o = w.linear("o", in_size=heads * s.v_dim, out_sizes=(hidden,))
         self.head_gate = HeadGate("sigmoid", w, heads) if s.head_gate else None

@@ -12,15 +12,19 @@ from typing import TypeVar
 from torch import Tensor
 
 from plait.config import EngineConfig
-from plait.errors import CannotDivide, EngineError, PlaitError, RankLost, clip_text
+from plait.errors import BadFile, CannotDivide, EngineError, PlaitError, RankLost, clip_text
 from plait.ops.chip import Chip
 from plait.partition import Rank
 from plait.runner.ranks.meeting import MeetingFolder
 from plait.runner.ranks.messages import (
+    AdapterLoaded,
+    ClearAdapter,
     Failed,
+    FromRank,
     Join,
     Joined,
     Leave,
+    LoadAdapter,
     MeasureMemory,
     MemoryMeasured,
     Prepare,
@@ -38,7 +42,7 @@ from plait.runner.ranks.processes import RankProcess, StartedRank, take_rank
 from plait.runner.replay import Run
 from plait.schedule.plan import Sampled, SamplingBatch, StepPlan, Ticket
 
-R = TypeVar("R", Joined, RankLoaded, MemoryMeasured)
+R = TypeVar("R", Joined, RankLoaded, MemoryMeasured, AdapterLoaded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +144,22 @@ class RankGroup:
         """Have all make the memory of sequences."""
         self._send(message)
 
+    def load_adapter(self, slot: int, path: str, digest: str) -> None:
+        """Have the others put an adapter into a slot, as this rank has. digest: of what this one has read.
+
+        Raises BadFile where one of them cannot, or reads other numbers; the slot is to be cleared then.
+        """
+        self._send(LoadAdapter(slot, path))
+        reports = [(member.index, self._expect_report(member, AdapterLoaded)) for member in self._members]
+        for index, report in reports:
+            if report.why or report.digest != digest:
+                why = report.why or "it reads other numbers there than rank 0"
+                raise BadFile(f"{path}: rank {index} has not loaded this adapter: {why}")
+
+    def clear_adapter(self, slot: int) -> None:
+        """Have the others free a slot."""
+        self._send(ClearAdapter(slot))
+
     def launch(self, run: Run, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
         """Run a step on all ranks. What fails here has failed in the middle of what others compute."""
         self._number += 1
@@ -200,7 +220,7 @@ class RankGroup:
     def _record(self, member: _Member, report: Stepped) -> None:
         self._reported.setdefault(report.number, {})[member.index] = report.digest
 
-    def _receive(self, member: _Member) -> Joined | RankLoaded | MemoryMeasured | Stepped:
+    def _receive(self, member: _Member) -> FromRank:
         try:
             report = receive_report(member.connection)
         except (EOFError, OSError, EngineError) as error:

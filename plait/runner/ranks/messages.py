@@ -131,8 +131,28 @@ class MemoryMeasured(RankMessage, frozen=True, tag=5):
     nbytes: int
 
 
-FromLeader = Join | Prepare | Step | Score | Leave | MeasureMemory
-FromRank = Joined | RankLoaded | Stepped | Failed | MemoryMeasured
+class LoadAdapter(RankMessage, frozen=True, tag=7):
+    """Put the adapter at a path into a slot."""
+
+    slot: int
+    path: str
+
+
+class ClearAdapter(RankMessage, frozen=True, tag=8):
+    """Free a slot."""
+
+    slot: int
+
+
+class AdapterLoaded(RankMessage, frozen=True, tag=6):
+    """The answer to `LoadAdapter`. `digest`: of its numbers; `why`: it is not loaded, the slot is free."""
+
+    digest: str
+    why: str = ""
+
+
+FromLeader = Join | Prepare | Step | Score | Leave | MeasureMemory | LoadAdapter | ClearAdapter
+FromRank = Joined | RankLoaded | Stepped | Failed | MemoryMeasured | AdapterLoaded
 _ENCODE = msgspec.msgpack.Encoder()
 _FROM_LEADER: msgspec.msgpack.Decoder[FromLeader] = msgpack_decoder(FromLeader)
 _FROM_RANK: msgspec.msgpack.Decoder[FromRank] = msgpack_decoder(FromRank)

@@ -400,11 +400,12 @@ def _add_head_low_rank(
     """Writes into y. A head is what an expert is elsewhere: each row of a token has the next one."""
     sites = by_head.sites
     (count, heads), site, inputs, outputs = y.shape[:2], sites[0], TensorRows.of(x), TensorRows.of(y)
-    for each in (inputs, outputs):
-        if each.heads != len(sites) or (count > 1 and each.row_bytes != each.heads * each.head_bytes):
-            raise ShapeMismatch(
-                f"adapters of {len(sites)} heads do not fit {list(x.shape)} and {list(y.shape)}"
-            )
+    if not inputs.heads == outputs.heads == len(sites):
+        raise ShapeMismatch(f"adapters of {len(sites)} heads do not fit {list(x.shape)} and {list(y.shape)}")
+    if count > 1 and any(each.row_bytes != each.heads * each.head_bytes for each in (inputs, outputs)):
+        for head, one in enumerate(sites):  # something else lies between the heads of two rows
+            _add_low_rank(cpu, y[:, head], x[:, head], one, rows)
+        return y
     check_rows(y[:, 0], x[:, 0], site)
     tables = [one.table for one in sites]
     addresses = keep_addresses(np.array([table.data_ptr() for table in tables], np.int64), tables)
