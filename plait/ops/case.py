@@ -12,6 +12,7 @@ class Sizes(TypedDict, total=False):
     """What the cases of every op may say."""
 
     # sizes
+    behind: int  # numbers of a row that lie behind its heads
     blocks: int
     channels: int
     chunk: int  # tokens
