@@ -23,7 +23,7 @@ KERNEL_FILE_LINES, KERNEL_FUNCTION_LINES = 600, 150
 CAPS = {
     ".": 2_270,
     "bench": 4_250,
-    "checkpoint": 5_520,
+    "checkpoint": 5_650,
     "cli": 6_340,
     "cluster": 3_600,
     "convert": 3_640,
@@ -32,18 +32,18 @@ CAPS = {
     "frontend": 1_680,
     "kernels": 30_100,
     "llm": 630,
-    "loading": 6_290,
+    "loading": 6_340,
     "model": 5_380,
     "ops": 6_900,
-    "quant": 2_500,
-    "runner": 5_900,
+    "quant": 2_530,
+    "runner": 5_930,
     "schedule": 3_410,
     "server": 18_750,
     "spec": 970,
     "state": 2_100,
     "text": 9_540,
     "verify": 3_200,
-    "worker": 2_460,
+    "worker": 2_490,
 }
 
 # Lines of plait/ with `Any` (its imports, too) or typing's `cast`. It falls when they go, and is not raised:
