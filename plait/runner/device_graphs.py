@@ -154,7 +154,7 @@ class DeviceReplay:
 
     def _prepare_graph(self, bucket: int, row: SamplingRow, has_adapters: bool = False) -> CapturedStep:
         """Capture the graph for a batch of such rows."""
-        self._tables.fill(SamplingBatch((row,) * bucket), range(bucket))
+        self._tables.fill(SamplingBatch((row,) * bucket), range(bucket), range(-bucket, 0))
         key = GraphKey(bucket, self._tables.form, has_adapters)
         graph = self._graphs[key] = self._capture(key)
         return graph
@@ -224,7 +224,7 @@ class DeviceReplay:
             self._filled = _later(places, plan.num_steps), settings
             return True
         self._filled = None
-        if not self._tables.fill(sampling, rows):
+        if not self._tables.fill(sampling, rows, [chunk.seq_id for chunk in plan.chunks]):
             return False
         if self._tables.form.moves_on:
             self._filled = _later(places, plan.num_steps), settings
@@ -302,7 +302,7 @@ class DeviceReplay:
         answering = [chunk for chunk in plan.chunks if chunk.has_answer]
         drawing = list(zip(answering, sampling.rows, strict=True))
         is_pooled = any(chunk.num_pooled for chunk in plan.chunks)
-        draws_here = not is_pooled and self._eager_tables.fill(sampling, moves_on=False)
+        draws_here = not is_pooled and self._eager_tables.fill(sampling)
         placed = [c for c, row in drawing if draws_here and row.num_samples == 1 and not row.draft]
         if placed:
             self.batch.move(self.batch.place(placed, self.batch.rows))

@@ -129,7 +129,7 @@ class Sampler:
             for count in (1, LEAST_ROWS):  # kernels of few rows and of many are compiled apart
                 logits = torch.zeros(count, self.vocab_size, device=self.holes.device)
                 for row in (*rows, edited):
-                    tables.fill_draws([(row, 0)], moves_on=True)
+                    tables.fill_draws([(row, 0)], seq_ids=(0,))
                     self.draw(logits, tables)
 
     def _row_ops(self) -> RowOps:

@@ -90,7 +90,7 @@ class LineTable:
         self._lines[key] = line
         return line, True
 
-    def holds(self, key: Hashable) -> bool:
+    def __contains__(self, key: object) -> bool:
         return key in self._lines
 
     @property
@@ -178,31 +178,29 @@ class SamplingTables:
         counts = self._counts.tensor if self._is_edited else self._no_counts
         return self._whole("position", rows), self._whole("count", rows), counts
 
-    def fill(self, batch: SamplingBatch, rows: Sequence[int] | None = None, moves_on: bool = True) -> bool:
+    def fill(
+        self, batch: SamplingBatch, rows: Sequence[int] | None = None, seq_ids: Sequence[int] = ()
+    ) -> bool:
         """Write the settings of a batch; False, and nothing, if it has more samples than these tables have
         rows, needs answers that are no tokens, or a sampler that only the host has.
 
-        rows: the row of logits of each sample in turn, from 0 on by default. Where `form.moves_on`, the next
-        step of the same sequences needs no call, if nothing but draws over these tables moved them on.
-        moves_on: False where each step has a call, and draws are not reported: none is counted then.
+        rows: the row of logits of each sample in turn, from 0 on by default. seq_ids: sequences of the
+        rows of the batch, if draws are reported by `move_on`; their next step needs no call where `form.moves_on`.
+        Without ids each step has a call, and no draw is counted.
         """
         draws = [(row, i) for row in batch.rows for i in range(row.num_samples)]
-        is_scored = any(
-            row.params.logprobs is not None or row.prompt_targets or row.params.needs_chain
-            or row.negative >= 0 or row.num_candidates
-            for row in batch.rows
-        )  # fmt: skip
-        if is_scored or len(draws) > self.capacity:
+        if any(map(_needs_host, batch.rows)) or len(draws) > self.capacity:
             return False
-        self.fill_draws(draws, rows, moves_on=moves_on and all(r.num_samples == 1 for r in batch.rows))
+        has_one_each = all(row.num_samples == 1 for row in batch.rows)
+        self.fill_draws(draws, rows, seq_ids if has_one_each else ())
         return True
 
     @torch.inference_mode(False)
     def fill_draws(
-        self, draws: Sequence[Draw], rows: Sequence[int] | None = None, *, moves_on: bool = False
+        self, draws: Sequence[Draw], rows: Sequence[int] | None = None, seq_ids: Sequence[int] = ()
     ) -> None:
-        """Write the settings of single samples, `capacity` at most."""
-        self._moves_on, moved, self._moved = moves_on, self._moved, 0
+        """Write the settings of single samples, `capacity` at most. seq_ids: of each, as `fill` has them."""
+        self._moves_on, moved, self._moved = bool(seq_ids), self._moved, 0
         for key in self._counts.used & self._histories.keys():
             tokens = self._histories[key].tokens
             self._histories[key] = CountedHistory(tokens, len(tokens) + moved)
@@ -218,16 +216,14 @@ class SamplingTables:
         for table in (self._masks, self._biases, self._counts):
             table.start()
         if edited:
-            self._fill_edits([draws[at] for at in edited], places[edited])
+            owners = [seq_ids[at] if seq_ids else None for at in edited]
+            self._fill_edits([draws[at] for at in edited], owners, places[edited])
         self._block.copy_(copy_to_device(self._host, self.device))
         if (sizes := self._tensors()) != self._sizes:
             self._sizes, self._replaced = sizes, self._replaced + 1
 
     def move_on(self, steps: int = 1) -> None:
-        """Report launches of `draw` over the last batch, of which each added a token to every sequence.
-
-        A history that has become longer by another number is counted anew: without reports, each one.
-        """
+        """Report launches of `draw` over the last batch, each of which added a token to every sequence."""
         self._moved += steps
 
     def _clear(self) -> None:
@@ -244,10 +240,10 @@ class SamplingTables:
     def _tensors(self) -> tuple[int, ...]:
         return tuple(t.data_ptr() for t in self.static_tensors)
 
-    def _fill_edits(self, draws: Sequence[Draw], places: Longs) -> None:
+    def _fill_edits(self, draws: Sequence[Draw], owners: Sequence[int | None], places: Longs) -> None:
         self._set("mask", places, self._mask_lines(draws))
         self._set("bias", places, self._bias_lines(draws))
-        self._set("count", places, self._count_lines(draws))
+        self._set("count", places, self._count_lines(draws, owners))
         stops = [self._stops_of(row, i) for row, i in draws]
         self._set("until", places, [row.position + row.num_stopless if s else 0 for (row, _), s in
                                     zip(draws, stops, strict=True)])  # fmt: skip
@@ -300,16 +296,20 @@ class SamplingTables:
         self._biases.put(blank, np.array(places, np.int64).reshape(-1, 2).T, np.array(values, np.float32))
         return lines
 
-    def _count_lines(self, draws: Sequence[Draw]) -> list[int]:
-        """Lines of counts. Of a history that only became longer, what is behind the known end is written."""
-        lines, blank, taken = [], [], set[tuple[int, int, int]]()
+    def _count_lines(self, draws: Sequence[Draw], owners: Sequence[int | None]) -> list[int]:
+        """Lines of counts, each of one sequence: others with its seed and prompt may have other tokens.
+
+        Of a history that only became longer, what is behind the known end is written.
+        """
+        lines, blank, taken = [], [], set[Hashable]()
         places, values = list[Longs](), list[npt.NDArray[np.int32]]()
-        for row, i in draws:
+        for (row, i), owner in zip(draws, owners, strict=True):
             if not row.history:
                 lines.append(0)
                 continue
             history = (*row.history, *row.draft[:i])
-            key = next(k for n in range(len(draws)) if (k := (row.seed, row.prompt_len, n)) not in taken)
+            whose = (row.seed, row.prompt_len) if owner is None else owner
+            key = next(k for n in range(len(draws)) if (k := (whose, n)) not in taken)
             taken.add(key)
             line, is_new = self._counts.take(key)
             lines.append(line)
@@ -323,7 +323,7 @@ class SamplingTables:
             values.append(counts)
         if places:
             self._counts.put(blank, np.concatenate(places, 1), np.concatenate(values))
-        self._histories = {k: known for k, known in self._histories.items() if self._counts.holds(k)}
+        self._histories = {k: known for k, known in self._histories.items() if k in self._counts}
         return lines
 
     def _stops_of(self, row: SamplingRow, i: int) -> list[int]:
@@ -339,10 +339,14 @@ class SamplingTables:
         return early
 
 
+def _needs_host(row: SamplingRow) -> bool:
+    is_scored = row.params.logprobs is not None or row.prompt_targets or row.num_candidates
+    return bool(is_scored or row.params.needs_chain or row.negative >= 0)
+
+
 def _plain_columns(draws: Sequence[Draw]) -> dict[str, list[float] | list[int]]:
     """What every row has, by name."""
-    params = [row.params for row, _ in draws]
-    seeds = [row.seed & (2**64 - 1) for row, _ in draws]
+    params, seeds = [row.params for row, _ in draws], [row.seed & (2**64 - 1) for row, _ in draws]
     return {
         "temperature": [p.temperature or 0.0 for p in params],
         "top_p": [1.0 if p.top_p is None else p.top_p for p in params],

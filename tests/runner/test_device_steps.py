@@ -284,3 +284,21 @@ def test_a_request_with_penalties_gets_its_tokens_each_time_it_comes(decoder: De
         one.submit(name, PROMPTS[0], max_tokens=5, temperature=0.0, seed=3, frequency_penalty=2.0)
         found = one.finish()
     assert found["first"] == found["second"]
+
+
+def test_requests_that_differ_in_penalties_alone_do_not_take_each_others_counts(decoder: Decoder) -> None:
+    """When one ends, the other has as many tokens, and the same up to where counts were written."""
+    one = side(decoder)
+    params = {"temperature": 0.0, "seed": 3, "frequency_penalty": -0.7, "max_tokens": 16}
+    other = {**params, "frequency_penalty": -2.0, "max_tokens": 9}
+    one.submit("alone", PROMPTS[0], **params)
+    wanted = one.finish()["alone"]
+    one.submit("first", PROMPTS[1], **other)  # these make tables and graphs
+    one.submit("second", PROMPTS[3], **params)
+    one.finish()
+    one.submit("a", PROMPTS[0], **other)
+    one.submit("b", PROMPTS[0], **params)
+    found = one.finish()
+    assert found["a"][0] == found["b"][0]
+    assert found["a"] != found["b"][:9]
+    assert found["b"] == wanted

@@ -121,14 +121,15 @@ def test_a_batch_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_draw_can_be_captured(options: dict[str, Any], launches: list[str]) -> None:
     sampler = gpu_sampler()
     tables, logits = sampler.tables(4), random_logits(2)
-    assert tables.fill(SamplingBatch((row(**options), row(**options, seed=3))))
+    assert tables.fill(SamplingBatch((row(**options), row(**options, seed=3))), seq_ids=(0, 1))
     streams = []
     for _ in range(2):
         with StepCapture([logits, *tables.static_tensors], is_dry=True) as capture:
             sampler.draw(logits, tables)
         assert [name for name in capture.launches if name != "fill_"] == launches  # but for the poison
         streams.append([step for step in capture.stream if step[0] != "fill_"])
-        tables.fill(SamplingBatch((row(**options, position=9), row(**options, seed=4))))
+        batch = SamplingBatch((row(**options, position=9), row(**options, seed=4)))
+        tables.fill(batch, seq_ids=(0, 1))
     assert streams[0] == streams[1]  # no value was baked in
 
 
@@ -161,7 +162,7 @@ def five_rows() -> tuple[SamplingRow, ...]:
 def test_a_captured_draw_moves_on_by_itself() -> None:
     sampler, cpu, batch = gpu_sampler(banned=(49,)), Sampler(VOCAB, banned=(49,)), SamplingBatch(five_rows())
     tables, logits = sampler.tables(8), random_logits(8)
-    tables.fill(batch)
+    tables.fill(batch, seq_ids=range(5))
     assert tables.form.moves_on
     with torch.inference_mode(), StepCapture([logits, *tables.static_tensors]) as capture:
         ids, _ = sampler.draw(logits, tables)
@@ -178,15 +179,18 @@ def test_tables_hold_what_changing_batches_need(seed: int) -> None:
     """Sequences come, leave, change places and stand still; tables grow and give lines away."""
     rng = random.Random(seed)
     sampler, cpu = gpu_sampler(), Sampler(VOCAB)
+    seq_ids = dict[object, int]()
     tables, waiting = sampler.tables(3), [*five_rows(), *(replace(r, seed=70) for r in five_rows())]
     for step in range(8):
         rng.shuffle(waiting)
         some, waiting = waiting[: rng.randrange(1, 4)], waiting[3:] + waiting[:3][::-1]
         some = [with_masks(r, rng) if rng.random() < 0.3 else replace(r, masks=()) for r in some]
         logits, batch = random_logits(3, step), SamplingBatch(tuple(some))
-        assert tables.fill(batch)
+        own = [seq_ids.setdefault(identity(asked), len(seq_ids)) for asked in some]
+        assert tables.fill(batch, seq_ids=own)
         ids, _ = sampler.draw(logits, tables)
-        tables.move_on()
+        if tables.form.moves_on:
+            tables.move_on()
         wanted = [a.token_ids[0] for a in cpu.sample(logits[: len(some)], batch)]
         assert ids[: len(some)].tolist() == wanted
         moved = dict(zip(map(identity, some), map(moved_on, some, wanted), strict=True))
@@ -245,7 +249,7 @@ def test_counts_are_trusted_if_every_draw_was_taken(
     sampler, cpu = gpu_sampler(), Sampler(VOCAB)
     asked = row(presence_penalty=2.0, frequency_penalty=1.0, history=(1, 2), prompt_len=2, position=2)
     tables, logits = sampler.tables(1), random_logits(1) / 10
-    tables.fill(SamplingBatch((asked,)))
+    tables.fill(SamplingBatch((asked,)), seq_ids=(0,))
     for _ in range(num_launched):
         sampler.draw(logits, tables)
     tables.move_on(num_launched)
@@ -254,7 +258,7 @@ def test_counts_are_trusted_if_every_draw_was_taken(
         asked = moved_on(asked, found.token_ids[0])
     blank, put = [], LineTable.put
     monkeypatch.setattr(LineTable, "put", lambda t, lines, *a: blank.append(lines) or put(t, lines, *a))
-    tables.fill(SamplingBatch((asked,)))
+    tables.fill(SamplingBatch((asked,)), seq_ids=(0,))
     assert blank[-1] == ([1] if is_anew else [])
     ids, _ = sampler.draw(logits, tables)
     assert ids.tolist() == list(answer(logits, asked, sampler=cpu)[0].token_ids)
