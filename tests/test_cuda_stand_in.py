@@ -23,7 +23,9 @@ import numpy as np
 import pytest
 import torch
 
+from plait.config import EngineConfig
 from plait.llm.outputs import CompletionOutput, Logprob, RequestOutput
+from plait.loading.open_model import kv_dtype
 
 triton = pytest.importorskip("triton", reason="Triton is not installed here")
 import triton.language as tl  # noqa: E402
@@ -154,6 +156,10 @@ def test_a_comparison_names_tokens_and_log_probabilities_that_differ(package: No
         {"kv_dtype": "int8", "max_num_seqs": 3},
         ["a=b"],
     )
+
+    for own in (compare.REFERENCE, {"device": "cuda"}):
+        config = EngineConfig(**compare.SMALL | own)
+        assert kv_dtype(config, ["int32"], torch.float32) == "float32", "a rounding of one side alone"
 
     def reply(*tokens: int, off: float = 0.0) -> RequestOutput:
         scores = [{token: Logprob(off - 1.0, 1, "")} for token in tokens]

@@ -3,8 +3,8 @@
     python tools/cuda_stand_in/run.py --lazy --compare -- kv_dtype=int8 MODEL ...
 
 Arguments with `=` are options of `plait.LLM`, for both. Kernels are bound untried. Prompts of several lengths
-run together, in chunks, and then again, longer: from the prefix cache. They compute in float32,
-unless dtype says otherwise: then rounding may be a difference.
+run together, in chunks, and then again, longer: from the prefix cache. They compute in float32, and keep
+keys and values in it, unless an option says otherwise: then rounding may be a difference.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from plait.option_fields import option_types
 
 SMALL = {
     "dtype": "float32",
+    "kv_dtype": "float32",  # auto rounds keys and values to bfloat16 if weights are stored in fewer bits
     "max_model_len": 64,
     "max_num_seqs": 2,
     "max_num_batched_tokens": 16,
     "swap_memory": 1 << 20,
 }
-REFERENCE = {"device": "cpu", "ops": "reference", "precise": True, "threads": 1}
+REFERENCE = {"device": "cpu", "ops": "reference", "threads": 1}
 LENGTHS, REPLY = (1, 21, 34), 4  # tokens of the prompts, and of each reply
 NEAR = 1e-3  # of log-probabilities: what sums in another order leave in float32
 GREEDY: dict[str, Any] = {
