@@ -184,9 +184,9 @@ class SamplingTables:
         """Write the settings of a batch; False, and nothing, if it has more samples than these tables have
         rows, needs answers that are no tokens, or a sampler that only the host has.
 
-        rows: the row of logits of each sample in turn, from 0 on by default. seq_ids: sequences of the
-        rows of the batch, if draws are reported by `move_on`; their next step needs no call where `form.moves_on`.
-        Without ids each step has a call, and no draw is counted.
+        rows: the row of logits of each sample in turn, from 0 on by default. seq_ids: of the batch's rows,
+        if draws are reported by `move_on`: the next step of these sequences needs no call then, where
+        `form.moves_on`. Without ids each step has a call, and no draw is counted.
         """
         draws = [(row, i) for row in batch.rows for i in range(row.num_samples)]
         if any(map(_needs_host, batch.rows)) or len(draws) > self.capacity:
