@@ -10,6 +10,7 @@ import torch
 
 from plait.errors import DeviceLost
 from plait.runner.device_loss import check_lost
+from plait.runner.graph_backends import CaptureRefusals
 from plait.runner.runner import ModelRunner
 from plait.schedule.plan import Chunk, SamplingBatch, StepPlan
 
@@ -86,7 +87,7 @@ def test_a_device_that_a_capture_breaks_is_lost_and_no_reason_to_go_on_op_by_op(
     """The engine reported steps that run op by op, and failed later, with an error that names nothing."""
 
     class Graphs:
-        captures_at_start = True
+        captures_at_start, refusals = True, CaptureRefusals()
 
     class Replay:
         error = LOST[0]

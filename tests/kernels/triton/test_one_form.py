@@ -69,7 +69,7 @@ def dtype_for(storage: str) -> torch.dtype:
     return torch.float32 if storage == "plain" else torch.float16
 
 
-def one(weight: Weight, bias: Tensor | None) -> Linear:
+def one(weight: Weight, bias: Tensor | None, change: object = None) -> Linear:
     dtype = torch.float32 if isinstance(weight, Dense) else torch.float16
     return Linear([weight], [bias], bind, dtype)
 
