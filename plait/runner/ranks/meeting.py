@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 import time
 from contextlib import suppress
@@ -40,9 +41,12 @@ def remove_abandoned(parent: Path) -> None:
     """Remove the folders of processes that have ended, as far as they are this user's."""
     for folder in parent.glob(f"{PREFIX}*"):
         with suppress(OSError):
-            if time.time() - folder.stat().st_mtime < YOUNG_S:
+            found = folder.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+                continue  # others may write here, too: what is theirs is not even opened
+            if time.time() - found.st_mtime < YOUNG_S:
                 continue
-            lock = os.open(folder / LOCK, os.O_RDWR)
+            lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder)
