@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from plait.checkpoint.divided import WHOLE_CHANGE, FactorPart
+from plait.checkpoint.divided import FactorPart
 from plait.errors import ShapeMismatch
 from plait.ops.linear import Linear
 from plait.ops.low_rank import (
@@ -85,9 +85,7 @@ class AdapterSlots:
         self._places.append(_Place(parts, made))
         return made
 
-    def head_sites(
-        self, name: str, sizes: tuple[int, int, int, int], part: FactorPart = WHOLE_CHANGE
-    ) -> HeadSites | None:
+    def head_sites(self, name: str, sizes: tuple[int, int, int, int], part: FactorPart) -> HeadSites | None:
         """The site of MLA's up-projection of that name; None: no adapter changes it.
 
         sizes: heads, nope, v, latent, of this rank.
@@ -139,11 +137,6 @@ class AdapterSlots:
         """Free a slot. No step may run meanwhile."""
         for place in self._places:
             place.site.clear(slot)
-
-    @property
-    def names(self) -> list[str]:
-        """Our names of the weights that adapters may change."""
-        return [name for place in self._places for name in place.parts]
 
     @property
     def nbytes(self) -> int:

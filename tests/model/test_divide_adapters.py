@@ -56,7 +56,7 @@ def write(name: str, folder: Path) -> tuple[Resolved, Memory]:
     target.adapters = AdapterSlots(AdapterLimits(1, 64), [match])
     rank_decoder(found, checkpoint, target, Alone())
     taken = set[str]()
-    for ours in target.adapters.names:
+    for ours in (name for place in target.adapters._places for name in place.parts):
         with suppress(CheckpointError):
             match.take(ours)
             taken.update(match._sources(ours))
