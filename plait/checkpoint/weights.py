@@ -28,6 +28,7 @@ from plait.checkpoint.divided import (
 )
 from plait.checkpoint.names import NameMap, UnknownName, make_derived, sources_of
 from plait.checkpoint.packed_cache.cache import Shelf
+from plait.checkpoint.storages import Checkpoint, list_storages
 from plait.errors import MissingTensor, ShapeMismatch, UnusedTensor, list_some
 from plait.ops.chip import Chip
 from plait.ops.expert_stack import ExpertStack, Pack
@@ -39,20 +40,6 @@ from plait.quant.encode import find_encoder, log_encoded
 from plait.quant.weight import CachedWeight, Dense, Weight, as_tensor, as_weight
 
 PLAIN = {"router", "shared_gate"}  # small weight matrices that choose: they are never encoded
-
-
-class Checkpoint(Protocol):
-    """The tensors of a model's files: safetensors, GGUF, or made up (`synthetic`)."""
-
-    def __contains__(self, name: object) -> bool: ...
-    def names(self) -> Iterable[str]: ...
-    def shape(self, name: str) -> tuple[int, ...]:
-        """As torch sees it, rows first."""
-        ...
-
-    def read(self, name: str) -> Weight | Tensor:
-        """A `Weight` for block formats, else a tensor in the file's dtype (a view of the mapped file)."""
-        ...
 
 
 class WeightFeed(Protocol):
@@ -284,6 +271,17 @@ class Weights:
             stack.put(e, one._matrices(names, in_size, out_sizes), one._biases(names, out_sizes))
         self.target.weights_nbytes += stack.nbytes
         return stack
+
+    def list_storages(self, names: Iterable[str], n_in: int) -> tuple[str, ...]:
+        """The formats that matrices of these names will have, without plain numbers. n_in: their columns.
+
+        Empty where no kernel was tried, because the choice of one does not depend on them there.
+        """
+        target, ours = self.target, (f"{self._full(name)}.weight" for name in names)
+        if target.chip is None or not target.chip.trials:
+            return ()
+        how = find_encoder(target.quantize, n_in) if target.quantize else None
+        return list_storages(self.checkpoint, self.names, ours, how)
 
     def _biases(self, names: Sequence[str], out_sizes: Sequence[int]) -> list[Tensor | None]:
         biases = [self.optional(f"{name}.bias", (out,)) for name, out in zip(names, out_sizes, strict=True)]

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.divided import Cuts, StoredPart
-from plait.checkpoint.weights import Checkpoint, Target, Weights
+from plait.checkpoint.storages import Checkpoint
+from plait.checkpoint.weights import Target, Weights
 from plait.errors import ConfigError
 from plait.families.common.resolved import Resolved
 from plait.memory import SlotState, State
@@ -41,17 +42,15 @@ class Outline:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._checkpoint.shape(name)
 
+    def format_of(self, name: str) -> str:
+        return self._checkpoint.format_of(name)
+
     def read(self, name: str) -> Tensor:
         """An empty tensor of the shape that a read gives: a quantized stack is one matrix of all its rows."""
         shape = self.shape(name)
-        if len(shape) > 2 and not self._is_plain(name):
+        if len(shape) > 2 and not isinstance(getattr(torch, self.format_of(name), None), torch.dtype):
             shape = (prod(shape[:-1]), shape[-1])
         return torch.empty(shape, device="meta")
-
-    def _is_plain(self, name: str) -> bool:
-        """Whether a tensor is stored as plain numbers; a checkpoint without files has only such tensors."""
-        format_of = getattr(self._checkpoint, "format_of", None)
-        return format_of is None or isinstance(getattr(torch, format_of(name), None), torch.dtype)
 
 
 class ReadOrder:
@@ -87,10 +86,12 @@ def read_order(resolved: Resolved, checkpoint: Checkpoint, target: Target) -> li
 
 
 class NotedOps(Weights):
-    """Weights that note the names of the ops that a model binds."""
+    """Weights that note the ops that a model binds."""
 
     def bind(self, op: Op, **sizes: object) -> Bound:
         self._note(op)
+        if isinstance(kind := sizes.get("kind"), str):
+            self.noted[op.name].add(kind)
         return super().bind(op, **sizes)
 
     def bind_pair(self, writer: Op, reader: Op, **sizes: object) -> tuple[Bound | None, Bound]:
@@ -99,20 +100,23 @@ class NotedOps(Weights):
         return super().bind_pair(writer, reader, **sizes)
 
     @property
-    def noted(self) -> set[str]:
-        """The names so far, of all views."""
-        found: set[str] = self.shared("names of ops", lambda _: set[str]())
+    def noted(self) -> dict[str, set[str]]:
+        """The names so far, of all views, each with the kinds that it is bound for."""
+        found: dict[str, set[str]] = self.shared("names of ops", lambda _: dict[str, set[str]]())
         return found
 
     def _note(self, op: Op) -> None:
-        self.noted.add(op.name)
+        self.noted.setdefault(op.name, set())
         for part in (*op.composition.parts, *op.composition.given) if op.composition else ():
             if part.name not in self.noted:  # an op may be a part of itself
                 self._note(part)
 
 
-def list_ops(resolved: Resolved, checkpoint: Checkpoint) -> set[str]:
-    """The names of the ops that a model binds, and of those that they replace. Raises MissingTensor."""
+def list_ops(resolved: Resolved, checkpoint: Checkpoint) -> dict[str, set[str]]:
+    """The names of the ops that a model binds, and of those that they replace, each with its kinds.
+
+    A kind is an activation; storages are not among them. Raises MissingTensor.
+    """
     weights = NotedOps(Outline(checkpoint), resolved.names, meta_target(resolved.spec))
     Decoder(resolved.spec, weights)
     return weights.noted

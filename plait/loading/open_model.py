@@ -36,6 +36,7 @@ from plait.loading.text_side import TextSource
 from plait.model.decoder import Decoder
 from plait.model.divide import divide_model
 from plait.ops.linear import Activations
+from plait.quant.encode import list_encoded
 from plait.quant.weight import as_tensor
 from plait.resource_limits import trim_heap
 from plait.text.tokenizers.gguf_files import CARRIED
@@ -213,7 +214,7 @@ def stored_dtypes(opened: Opened) -> list[str]:
 
 def weight_formats(opened: Opened) -> set[str]:
     """The formats that weights of the model may be kept in: of the file, and of --quantize."""
-    return {*stored_dtypes(opened), *([opened.config.quantize.upper()] if opened.config.quantize else ())}
+    return {*stored_dtypes(opened), *list_encoded(opened.config.quantize)}
 
 
 def linear_dtypes(opened: Opened) -> list[str]:

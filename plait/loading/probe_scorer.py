@@ -14,7 +14,8 @@ import torch.nn.functional as F
 
 from plait.checkpoint.divided import Cuts
 from plait.checkpoint.names import NameMap, Source, UnknownName, sources_of
-from plait.checkpoint.weights import Checkpoint, Target, Weights
+from plait.checkpoint.storages import Checkpoint
+from plait.checkpoint.weights import Target, Weights
 from plait.config import EngineConfig
 from plait.engine.device import choose_device, choose_dtype, out_of_memory
 from plait.engine.memory_plan import gib

@@ -21,6 +21,7 @@ from plait.kernels.load import executor, load_for_gpu, load_kernels, why_no_amx
 from plait.loading.disk_cache import NO_DISK
 from plait.loading.identity.fingerprint import COMPUTES, digest_model
 from plait.loading.identity.source_code import hash_code
+from plait.loading.kernel_trials.plan import OpKinds
 from plait.loading.meta_model import list_ops
 from plait.loading.open_model import (
     Opened,
@@ -96,15 +97,14 @@ def make_target(
     return target
 
 
-def find_used_ops(opened: Opened) -> set[str] | None:
-    """The names of the ops that a model may bind on a GPU, and that trials are of; None: they may be any."""
+def find_used_ops(opened: Opened) -> OpKinds | None:
+    """The ops that a model may bind on a GPU, and that trials are of, with their activations; None: any."""
     config = opened.config
     if config.speculate == "mtp":
         return None
     has_adapters = config.lora or config.lora_folder is not None
-    return list_ops(opened.resolved, opened.checkpoint) | (
-        {add_stacked_low_rank.name} if has_adapters else set()
-    )
+    found = list_ops(opened.resolved, opened.checkpoint)
+    return found | ({add_stacked_low_rank.name: set[str]()} if has_adapters else {})
 
 
 def take_verdicts(target: Target, chip: Chip | None) -> None:

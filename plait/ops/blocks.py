@@ -11,11 +11,19 @@ from torch import Tensor
 from plait.quant.codebook import Codebook
 from plait.quant.fp4 import Fp4
 from plait.quant.fp8 import Fp8
-from plait.quant.gguf import BlockType, Gguf, block_type
+from plait.quant.gguf import BLOCK_TYPES, BlockType, Gguf, block_type
 from plait.quant.grouped import Grouped
 from plait.quant.weight import Weight
 
+_FP8 = re.compile(r"fp8(?:_b(?P<block>\d+))?")
+_CODES = ("mxfp4", "nvfp4", "bnb_nf4", "bnb_fp4")
 _GROUPED = re.compile(r"int(?P<bits>\d)(?:_g(?P<group>\d+))?(?P<more>(?:\+\w+)*)")
+
+
+def is_storage(kind: str) -> bool:
+    """Whether `random_weight` has weights of this name; no plain numbers are among them."""
+    is_block = kind in {block.name for block in BLOCK_TYPES.values()}
+    return is_block or kind in _CODES or bool(_FP8.fullmatch(kind) or _GROUPED.fullmatch(kind))
 
 
 def random_weight(kind: str, rows: int, cols: int) -> Weight:
@@ -26,9 +34,10 @@ def random_weight(kind: str, rows: int, cols: int) -> Weight:
     unit = 2.0 / cols**0.5
     if found := _GROUPED.fullmatch(kind):
         return _random_groups(int(found["bits"]), int(found["group"] or cols), found["more"], rows, cols)
-    if kind.startswith("fp8"):
+    if found := _FP8.fullmatch(kind):
+        side = int(found["block"] or 0)
         codes = (torch.randn(rows, cols) * 60).to(torch.float8_e4m3fn)
-        block = (128, 128) if kind == "fp8_b128" else (1, cols)
+        block = (side, side) if side else (1, cols)
         shape = [-(-n // b) for n, b in zip((rows, cols), block, strict=True)]
         return Fp8(codes, (0.5 + torch.rand(shape)) * unit / 100, block)
     codes = torch.randint(0, 256, (rows, cols // 2), dtype=torch.uint8)
@@ -39,8 +48,9 @@ def random_weight(kind: str, rows: int, cols: int) -> Weight:
         case "nvfp4":
             scales = (20 + 10 * torch.rand(rows, cols // 16)).to(torch.float8_e4m3fn)
             return Fp4(codes, scales, torch.tensor([unit / 200]))
-        case "bnb_nf4":
-            return Codebook(codes, torch.linspace(-1, 1, 16), unit * torch.rand(rows, cols // 64), 64, "nf4")
+        case "bnb_nf4" | "bnb_fp4":
+            scales = unit * torch.rand(rows, cols // 64)
+            return Codebook(codes, torch.linspace(-1, 1, 16), scales, 64, kind.removeprefix("bnb_"))
     return random_blocks(kind, rows, cols)
 
 

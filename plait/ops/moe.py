@@ -150,20 +150,22 @@ def _group_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
 
 
 EXPERT_CASES: list[Case] = [
-    dict(tokens=1, experts=4, top_k=2, hidden=64, size=32, gated=True),
-    dict(tokens=19, experts=8, top_k=3, hidden=64, size=96, gated=True),
-    dict(tokens=6, experts=4, top_k=1, hidden=32, size=64, gated=False),
-    dict(tokens=3, experts=4, top_k=2, hidden=32, size=16, gated=True, gate=True),
+    dict(tokens=1, experts=4, top_k=2, hidden=64, size=32, gated=True, kind="silu"),
+    dict(tokens=6, experts=4, top_k=1, hidden=32, size=64, gated=False, kind="silu"),
+    dict(tokens=3, experts=4, top_k=2, hidden=32, size=16, gated=True, gate=True, kind="silu"),
+    dict(tokens=19, experts=8, top_k=3, hidden=64, size=96, gated=True, kind="silu"),
+    dict(tokens=67, experts=4, top_k=2, hidden=64, size=96, gated=True, kind="silu"),
     dict(tokens=13, experts=5, top_k=2, hidden=64, size=40, gated=True, bias=True, kind="swiglu_oai"),
     dict(tokens=70, experts=4, top_k=2, hidden=96, size=48, gated=True, bias=True, kind="gelu"),
     dict(tokens=3, experts=3, top_k=2, hidden=64, size=32, gated=False, kind="relu2"),
     dict(tokens=2, experts=3, top_k=2, hidden=64, size=32, gated=True, kind="gelu_pytorch_tanh"),
     *(
-        Case(tokens=2, experts=3, top_k=2, hidden=256, size=256, gated=True, stored=stored)
+        Case(tokens=2, experts=3, top_k=2, hidden=256, size=256, gated=True, stored=stored, kind="silu")
         for stored in ("Q4_K", "Q6_K", "IQ4_XS", "fp8_b128", "int4_g128+zeros")
     ),
+    dict(tokens=67, experts=3, top_k=2, hidden=256, size=256, gated=True, stored="Q4_K", kind="silu"),
     *(
-        Case(tokens=tokens, experts=3, top_k=2, hidden=128, size=64, gated=True, stored=stored)
+        Case(tokens=tokens, experts=3, top_k=2, hidden=128, size=64, gated=True, stored=stored, kind="silu")
         for stored in ("Q8_0", "Q4_0", "mxfp4", "int4_g64+zeros+order")
         for tokens in (2, 67)
     ),
@@ -239,7 +241,7 @@ def _experts_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     up, down = maps(case["hidden"], case["size"] * (1 + case["gated"])), maps(case["size"], case["hidden"])
     shared = torch.randn_like(x) if case["tokens"] > 1 else None
     gate = torch.randn(len(x), 1, dtype=dtype, device=device) if "gate" in case else None
-    return (x, weight, index, up, down, (case.get("kind", "silu"), case["gated"]), shared, gate), {}
+    return (x, weight, index, up, down, (case["kind"], case["gated"]), shared, gate), {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -240,10 +240,17 @@ class Op:
         return Binding(self.name, variant, user, tuple(skipped), replaces)
 
 
-def trial_key(op: str, variant: str, facts: OpFacts) -> str:
-    """What a trial of a GPU kernel holds for: the op, the variant, the kind of its weights, the dtype."""
+def trial_keys(op: str, variant: str, facts: OpFacts) -> list[str]:
+    """What trials of a GPU kernel hold for, each: the op, the variant, the kind of its weights, the dtype.
+
+    Where `stored` has formats of weights and `kind` is an activation, it is of both; several kinds of weights
+    have a trial each.
+    """
+    kind, stored = str(facts.sizes.get("kind", "")), facts.sizes.get("stored", ())
+    formats = [stored.partition("+")[0]] if isinstance(stored, str) else list(stored)
+    kinds = [f"{name}+{kind}" for name in formats] or kind.split("+")
     dtype = str(facts.dtype).removeprefix("torch.")
-    return "/".join((op, variant, str(facts.sizes.get("kind", "")), dtype))
+    return ["/".join((op, variant, name, dtype)) for name in kinds]
 
 
 def why_rejected(op: str, variant: Variant, facts: OpFacts) -> str | None:
@@ -255,11 +262,11 @@ def why_rejected(op: str, variant: Variant, facts: OpFacts) -> str | None:
     trials = facts.chip.trials if facts.chip else {}
     if not trials:
         return None
-    own = trials.get(trial_key(op, variant.name, facts))
+    own = [trials.get(key) for key in trial_keys(op, variant.name, facts)]
     others = [why for key, why in trials.items() if key.startswith(f"{op}/{variant.name}/")]
     if not others and variant.module.startswith(OURS):
         return "it was not tried on this GPU"
-    why = next(filter(None, others), "") if own is None else own
+    why = next(filter(None, [*own, *(others if None in own else ())]), "")
     return f"in its trial on this GPU {why}" if why else None
 
 

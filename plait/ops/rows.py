@@ -72,7 +72,7 @@ def _table(case: Case, dtype: torch.dtype, device: str) -> Weight:
     """50 rows of `size` random numbers, stored as the case says."""
     name, size = case.get("kind"), case["size"]
     if name and name not in FLOATS:
-        return random_weight(name, 50, size).to(torch.device(device))
+        return random_weight(name + case.get("more", ""), 50, size).to(torch.device(device))
     stored: torch.dtype = getattr(torch, name) if name else dtype
     return Dense(torch.randn(50, size, dtype=stored, device=device))
 

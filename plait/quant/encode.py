@@ -68,6 +68,13 @@ def find_encoder(name: str, cols: int) -> Encoder | None:
     return None
 
 
+def list_encoded(name: str | None) -> list[str]:
+    """The formats that weights are encoded to where one is requested: it, and its narrow one."""
+    first = encoder(name) if name else None
+    found = [] if first is None else [first, *([encoder(first.narrow)] if first.narrow else [])]
+    return [how.kind.name for how in found]
+
+
 def log_encoded(name: str | None, counts: Counter[str]) -> None:
     """Log how many linear layers were kept in what, where a block format was requested: None, if none was."""
     if name is None:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.checkpoint.weights import Checkpoint, Target, Weights
+from plait.checkpoint.storages import Checkpoint
+from plait.checkpoint.weights import Target, Weights
 from plait.families.common.resolved import Resolved
 from plait.families.resolve import resolve
 from plait.memory import block_groups
@@ -32,6 +33,9 @@ class Memory(dict[str, Tensor]):
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self[name].shape)
+
+    def format_of(self, name: str) -> str:
+        return str(self[name].dtype).removeprefix("torch.")
 
     def read(self, name: str) -> Tensor:
         return self[name]

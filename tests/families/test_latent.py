@@ -16,7 +16,8 @@ from plait import LLM, SamplingParams
 from plait.checkpoint.quantized.packed import QuantizedCheckpoint
 from plait.checkpoint.quantized.scheme import find_scheme
 from plait.checkpoint.readers.gguf import GgufFile
-from plait.checkpoint.weights import Checkpoint, Target, Weights
+from plait.checkpoint.storages import Checkpoint
+from plait.checkpoint.weights import Target, Weights
 from plait.errors import ShapeMismatch
 from plait.families.common.resolved import Resolved
 from plait.families.oxidizr.weights import _key_value

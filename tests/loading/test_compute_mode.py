@@ -25,7 +25,7 @@ from plait.loading import build as build_module
 from plait.loading import draft_model
 from plait.loading.build import build
 from plait.loading.kernel_trials import attempts, child, trials
-from plait.loading.kernel_trials.attempts import Attempt, KernelTrial, TrialChildren, TrialRun
+from plait.loading.kernel_trials.attempts import Attempt, KernelTrial, TrialCase, TrialChildren, TrialRun
 from plait.loading.kernel_trials.child import answer, find_obstacle
 from plait.loading.kernel_trials.trials import prove_kernels
 from plait.loading.kernel_trials.verdicts import read_verdicts
@@ -35,7 +35,8 @@ from plait.runner.graph_backends import CudaGraphs
 
 CHIP, GPU = EXAMPLES[90], torch.device("cuda", 1)
 TRIALS = [
-    KernelTrial(f"rms_norm/triton/{n}/float32", "rms_norm", "triton", "float32", (0,)) for n in range(5)
+    KernelTrial(f"rms_norm/triton/{n}/float32", "rms_norm", "triton", "float32", (TrialCase(0),))
+    for n in range(5)
 ]
 BUSY = RuntimeError(
     "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCUDA kernel errors might be "
@@ -180,7 +181,7 @@ def test_a_device_that_others_have_open_is_no_verdict_on_any_kernel(
 
 def test_nor_is_one_that_is_taken_while_a_kernel_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child, "try_variant", refuse)
-    found = answer({"op": "rms_norm", "variant": "triton", "cases": [0], "dtype": "float32"}, str(GPU))
+    found = answer({"op": "rms_norm", "variant": "triton", "cases": [[0, []]], "dtype": "float32"}, str(GPU))
     assert [*found] == ["failed"]
 
 

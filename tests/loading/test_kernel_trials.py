@@ -23,7 +23,8 @@ from plait.kernels.load import load_for_gpu
 from plait.loading.kernel_trials import attempts, child, trials, verdicts
 from plait.loading.kernel_trials.attempts import Attempt, KernelTrial, TrialRun, run_trials
 from plait.loading.kernel_trials.child import answer, find_obstacle, try_variant
-from plait.loading.kernel_trials.trials import plan_trials, prove_kernels
+from plait.loading.kernel_trials.plan import TrialNeeds, plan_trials
+from plait.loading.kernel_trials.trials import prove_kernels
 from plait.loading.kernel_trials.verdicts import TrialSite, keep_verdicts, list_verdicts, read_verdicts
 from plait.loading.open_model import open_model, weight_formats
 from plait.ops.chip import EXAMPLES
@@ -50,12 +51,12 @@ def fakes() -> Iterator[None]:
 
 def plan(*fates: str) -> list[KernelTrial]:
     wanted = {OPS[fate].name for fate in fates}
-    return [t for t in plan_trials(CHIP, FLOAT, (), [MODULE]) if t.op in wanted]
+    return [t for t in plan_trials(TrialNeeds(CHIP, FLOAT, ()), [MODULE]) if t.op in wanted]
 
 
 def test_each_variant_is_tried_once_for_each_kind_on_its_first_and_last_case() -> None:
     found = plan("right")
-    assert [(t.key, t.cases) for t in found] == [
+    assert [(t.key, tuple(case.number for case in t.cases)) for t in found] == [
         ("double_right/fake//float32", (0, 2)),
         ("double_right/fake/large/float32", (1,)),
     ]
@@ -171,7 +172,7 @@ def test_startup_on_a_gpu_tries_the_formats_of_the_model_and_says_what_is_not_pr
     assert "no run on a GPU is recorded yet" in caplog.text
     assert [*read_verdicts(tmp_path / "gpu_trials", trials.find_site(CHIP))] == [*chip.trials]
     target.chip = CHIP
-    fewer = trials.try_kernels(target, formats, where, report, {"linear"})
+    fewer = trials.try_kernels(target, formats, where, report, {"linear": ()})
     assert fewer is not None
     assert {key.split("/")[0] for key in fewer.trials} - trials.AROUND == {"linear"}
     target.chip, target.ops = CHIP, "reference"
@@ -209,7 +210,7 @@ def test_what_the_machine_lacks_is_no_verdict_on_a_kernel(
 
     monkeypatch.setattr(child, "try_variant", fails)
     trial = plan("right")[0]
-    found = answer({"op": trial.op, "variant": "fake", "cases": [0], "dtype": "float32"}, "cpu")
+    found = answer({"op": trial.op, "variant": "fake", "cases": [[0, []]], "dtype": "float32"}, "cpu")
     assert list(found) == [kind]
     assert type(error).__name__ in found[kind]
 
@@ -258,14 +259,14 @@ def test_small_gpus_and_small_machines_have_few_trials_at_a_time(monkeypatch: py
 
 
 def test_an_unknown_kernel_is_no_verdict() -> None:
-    asked = {"op": "no_such_op", "variant": "fake", "cases": [0], "dtype": "float32"}
+    asked = {"op": "no_such_op", "variant": "fake", "cases": [[0, []]], "dtype": "float32"}
     assert answer(asked, "cpu") == {"failed": "the trial's process knows no no_such_op (fake)"}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed here")
 def test_our_own_kernels_pass_their_trial_in_the_interpreter() -> None:
     load_for_gpu()
-    asked = {t.key: t for t in plan_trials(CHIP, FLOAT, ["Q4_0"])}
+    asked = {t.key: t for t in plan_trials(TrialNeeds(CHIP, FLOAT, ["Q4_0"]))}
     assert "linear/triton/Q4_0/float32" in asked
     assert "linear/triton/Q8_0/float32" not in asked, "the model has no such weights"
     assert "paged_attention/triton//float32" in asked
@@ -274,7 +275,7 @@ def test_our_own_kernels_pass_their_trial_in_the_interpreter() -> None:
     op = REGISTRY["linear"]
     variant = next(v for v in op.variants if v.name == "triton")
     off = replace(variant, fn=lambda *args: 1.01 * variant.fn(*args))
-    found = try_variant(op, off, op.cases[trial.cases[0]], torch.float32, "cpu")
+    found = try_variant(op, off, trial.cases[0].apply(op.cases), torch.float32, "cpu")
     assert found.startswith("it is 0.0")
     assert "off the reference" in found
 
@@ -282,7 +283,7 @@ def test_our_own_kernels_pass_their_trial_in_the_interpreter() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed here")
 def test_layers_with_stored_weights_are_tried_in_the_model_s_own_dtype() -> None:
     load_for_gpu()
-    asked = plan_trials(CHIP, [torch.float16, torch.float32], ["Q4_0"])
+    asked = plan_trials(TrialNeeds(CHIP, [torch.float16, torch.float32], ["Q4_0"]))
     dtypes = {t.dtype for t in asked if t.key.startswith("linear/triton/Q4_0")}
     assert dtypes == {"float16"}
     assert {t.dtype for t in asked if t.op == "paged_attention"} == {"float16", "float32"}

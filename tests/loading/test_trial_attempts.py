@@ -18,7 +18,14 @@ import torch
 from plait.errors import KernelFailed
 from plait.kernels.load import load_for_gpu
 from plait.loading.kernel_trials import attempts, child, trials, verdicts
-from plait.loading.kernel_trials.attempts import Attempt, KernelTrial, TrialChildren, TrialRun, run_trials
+from plait.loading.kernel_trials.attempts import (
+    Attempt,
+    KernelTrial,
+    TrialCase,
+    TrialChildren,
+    TrialRun,
+    run_trials,
+)
 from plait.loading.kernel_trials.child import answer
 from plait.loading.kernel_trials.trials import prove_kernels
 from plait.loading.kernel_trials.verdicts import TrialSite, hold_site, keep_verdicts, read_verdicts
@@ -28,7 +35,8 @@ from plait.ops.registry import REGISTRY
 CHIP = EXAMPLES[90]
 SITE = TrialSite("a chip", "590.1", "2.13", "3.6", "abc")
 TRIALS = [
-    KernelTrial(f"rms_norm/triton/{n}/float32", "rms_norm", "triton", "float32", (0,)) for n in range(4)
+    KernelTrial(f"rms_norm/triton/{n}/float32", "rms_norm", "triton", "float32", (TrialCase(0),))
+    for n in range(4)
 ]
 RIGHT = b'{"verdict": ""}\n'
 Ask = Callable[["FakeChild", str], bytes]
@@ -76,7 +84,7 @@ def fails_once(error: Exception) -> Ask:
     left = [error]
 
     def ask(_: FakeChild, line: str) -> bytes:
-        if "[1]" in line and left:
+        if "[[1, []]]" in line and left:
             raise left.pop()
         return RIGHT
 
@@ -84,7 +92,7 @@ def fails_once(error: Exception) -> Ask:
 
 
 def one_with_case(number: int) -> list[KernelTrial]:
-    return [KernelTrial(f"op {n}", "rms_norm", "triton", "float32", (n,)) for n in range(number)]
+    return [KernelTrial(f"op {n}", "rms_norm", "triton", "float32", (TrialCase(n),)) for n in range(number)]
 
 
 @pytest.mark.parametrize(
@@ -339,7 +347,7 @@ def test_what_a_compiler_or_a_library_lacked_is_no_verdict(
 
     monkeypatch.setattr(child, "try_variant", fails)
     load_for_gpu()
-    found = answer({"op": "rms_norm", "variant": "triton", "cases": [0], "dtype": "float32"}, "cpu")
+    found = answer({"op": "rms_norm", "variant": "triton", "cases": [[0, []]], "dtype": "float32"}, "cpu")
     assert [*found] == [kind]
 
 
@@ -357,7 +365,7 @@ def test_a_reference_that_does_not_run_is_no_verdict_on_the_kernel(
 
     load_for_gpu()
     monkeypatch.setattr(REGISTRY["rms_norm"], "reference", fails)
-    found = answer({"op": "rms_norm", "variant": "triton", "cases": [0], "dtype": "float32"}, "cpu")
+    found = answer({"op": "rms_norm", "variant": "triton", "cases": [[0, []]], "dtype": "float32"}, "cpu")
     assert found == {"failed": f"its reference does not run: RuntimeError: {text}", "over": is_over}
     lost = FakeChild(lambda *_: b'{"failed": "lost", "over": true}\n')
     assert attempts._ask(lost, TRIALS[0], 1.0).ends_child  # type: ignore[arg-type]
@@ -376,7 +384,7 @@ def begin_and_say(children):
     print(child._process.pid, flush=True)
     return child
 TrialChildren.begin = begin_and_say
-run_trials(run, [KernelTrial("a", name, "fake", "float32", (0,))])
+run_trials(run, [KernelTrial("a", name, "fake", "float32", (TrialCase(0),))])
 """
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.divided import Cuts
-from plait.checkpoint.weights import Checkpoint, Target, Weights
+from plait.checkpoint.storages import Checkpoint
+from plait.checkpoint.weights import Target, Weights
 from plait.families.common.resolved import Resolved
 from plait.model.decoder import Decoder
 from plait.model.divide import divide_model

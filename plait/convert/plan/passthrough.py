@@ -10,7 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from plait.checkpoint.weights import Checkpoint
+from plait.checkpoint.storages import Checkpoint
 from plait.convert.plan.choose_storage import DOWN, GATE_UP, is_map
 from plait.convert.plan.source import Model, NeededTensor
 from plait.convert.plan.tensor_plan import Made, TensorPart

@@ -9,8 +9,9 @@ from typing import Protocol
 from torch import Tensor
 
 from plait.checkpoint.names import NameMap, Source, sources_of
+from plait.checkpoint.storages import Checkpoint
 from plait.checkpoint.synthetic import Synthetic
-from plait.checkpoint.weights import Checkpoint, Weights
+from plait.checkpoint.weights import Weights
 from plait.errors import CheckpointError, UnsupportedFormat
 from plait.families.common.resolved import Resolved
 from plait.loading.meta_model import Outline, meta_target

@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from plait.checkpoint.find_files import ModelFiles
-from plait.checkpoint.weights import Checkpoint
+from plait.checkpoint.storages import Checkpoint
 from plait.errors import BadFile, ConfigError, UnsupportedFormat
 from plait.families.common.resolved import Resolved
 from plait.families.detect.detect import HEADS

@@ -32,17 +32,30 @@ OnVerdicts = Callable[[Verdicts], None]
 
 
 @dataclass(frozen=True, slots=True)
+class TrialCase:
+    """A case of an op, by its number. `changes`: (word, value) of what is otherwise in it."""
+
+    number: int
+    changes: tuple[tuple[str, str], ...] = ()
+
+    def apply(self, cases: Sequence[Mapping[str, object]]) -> dict[str, object]:
+        """What the case says, of the op's `cases`."""
+        return {**cases[self.number], **dict(self.changes)}
+
+
+@dataclass(frozen=True, slots=True)
 class KernelTrial:
-    """One kernel on some cases of its op, by their numbers. `key`: as `trial_key` names it."""
+    """One kernel on some cases of its op. `key`: as `trial_keys` names it."""
 
     key: str
     op: str
     variant: str
     dtype: str
-    cases: tuple[int, ...]
+    cases: tuple[TrialCase, ...]
 
     def request(self) -> str:
-        asked = {"op": self.op, "variant": self.variant, "cases": self.cases, "dtype": self.dtype}
+        cases = [(case.number, case.changes) for case in self.cases]
+        asked = {"op": self.op, "variant": self.variant, "cases": cases, "dtype": self.dtype}
         return json.dumps(asked) + "\n"
 
 

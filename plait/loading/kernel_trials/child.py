@@ -24,6 +24,7 @@ from torch import Tensor
 from plait.engine.device import BUSY, why_unavailable
 from plait.errors import clip_text
 from plait.kernels.load import load_for_gpu
+from plait.loading.kernel_trials.attempts import TrialCase
 from plait.loading.kernel_trials.verdicts import MAX_REASON
 from plait.ops.registry import REGISTRY, Op, Variant
 from plait.text.isolation.child_process import is_foreign
@@ -116,7 +117,8 @@ def answer(request: Mapping[str, Any], device: str) -> dict[str, Any]:
         return {"failed": f"the trial's process knows no {request['op']} ({request['variant']})"}
     try:
         dtype = getattr(torch, request["dtype"])
-        tried = (try_variant(op, variant, op.cases[i], dtype, device) for i in request["cases"])
+        cases = [TrialCase(number, changes).apply(op.cases) for number, changes in request["cases"]]
+        tried = (try_variant(op, variant, case, dtype, device) for case in cases)
         return {"verdict": clip_text(next(filter(None, tried), ""), MAX_REASON)}
     except ReferenceFailed as error:
         text = str(error)

@@ -34,6 +34,7 @@ from plait.loading.kernel_trials.attempts import (
     find_start_failure,
     run_trials,
 )
+from plait.loading.kernel_trials.plan import OpKinds, TrialNeeds, plan_trials
 from plait.loading.kernel_trials.verdicts import (
     TrialSite,
     driver_version,
@@ -44,12 +45,9 @@ from plait.loading.kernel_trials.verdicts import (
     list_accelerators,
     read_verdicts,
 )
-from plait.ops.attention import BLOCK
 from plait.ops.chip import Chip
 from plait.ops.edit_logits import count_tokens, edit_logits
-from plait.ops.linear import FLOATS, KINDS, STORED
 from plait.ops.logprobs import log_probabilities
-from plait.ops.registry import OURS, REGISTRY, Op, OpFacts, Variant, trial_key
 from plait.ops.sample import largest, sample, sample_at
 from plait.ops.step import locate_tokens, move_rows_on
 
@@ -58,7 +56,6 @@ SMALL_GPU = 16 << 30  # bytes
 COMPILERS = ("gcc", "clang")  # without both a child finds out whether another one serves, or Triton's cache
 MOST_NAMED = 3  # kernels that a line of the log names
 WHAT = "trying GPU kernels (at the first startup with this GPU and these versions)"
-STANDARD = {"block_size": BLOCK, "kv_dtype": "model"}  # what every mixer adds to an op's own sizes
 # Ops that no mixer binds: those of the sampler, and of a step's buffers.
 AROUND = {
     op.name
@@ -73,7 +70,6 @@ AROUND = {
         move_rows_on,
     )
 }
-STORAGES = {*KINDS, *(name.partition("+")[0] for name in STORED), *FLOATS, "bfloat16", "float16"}
 log = logging.getLogger("plait")
 
 
@@ -82,21 +78,20 @@ def try_kernels(
     formats: Collection[str],
     cache_dir: str | None,
     report: Callable[[str, int, int], None],
-    used: Collection[str] | None = None,
+    used: OpKinds | None = None,
 ) -> Chip | None:
     """The target's GPU with the verdicts on every kernel that a model may bind there. None: it is no GPU.
 
-    `formats`: of the model's weights; `used`: the ops of the model, None: any op. A kernel is tried when it
-    is first needed on this GPU.
+    `formats`: of the model's weights; `used`: the ops of the model and the activations that it binds each
+    for, None: any op. A kernel is tried when it is first needed on this GPU.
     """
     chip = target.chip
     if chip is None or target.ops == "reference":
         return chip
     log.warning("%s; each is compared with its reference on this GPU, once", UNPROVEN)
     dtypes = list(dict.fromkeys((target.dtype, torch.float32)))
-    trials = plan_trials(chip, dtypes, formats, deterministic=target.deterministic)
-    if used is not None:
-        trials = [trial for trial in trials if trial.op in used or trial.op in AROUND]
+    ops = None if used is None else {**dict.fromkeys(AROUND, ()), **used}
+    trials = plan_trials(TrialNeeds(chip, dtypes, formats, target.deterministic, ops))
     workers = count_workers(chip)
     if is_exclusive(target.device):
         log.info("%s is in exclusive-process compute mode: kernels are tried one by one", target.device)
@@ -109,54 +104,6 @@ def count_workers(chip: Chip) -> int:
     """How many children try kernels at a time: as many as processors and the GPU's memory are good for."""
     is_small = chip.memory_nbytes < SMALL_GPU
     return WORKERS if is_small else max(WORKERS, min(MOST_WORKERS, (os.cpu_count() or 1) // 2))
-
-
-def plan_trials(
-    chip: Chip,
-    dtypes: Sequence[torch.dtype],
-    formats: Collection[str],
-    modules: Sequence[str] = (),
-    *,
-    deterministic: bool = False,
-) -> list[KernelTrial]:
-    """The trials of every registered GPU kernel of ours that serves this chip: one for each `trial_key`.
-
-    Of the cases of a key the first and the last are tried: most ops have one row in the first, and many in
-    the last. `dtypes`: the model's own first; `formats`: of its weights; `modules`: others with variants;
-    `deterministic`: as the model is built, because that decides which variants serve.
-    """
-    standard = STANDARD | {"deterministic": deterministic}
-    found: dict[str, KernelTrial] = {}
-    for op in REGISTRY.values():
-        for variant in op.variants:
-            module = f"{variant.module}."
-            if variant.on == "cuda" and module.startswith((OURS, *(f"{name}." for name in modules))):
-                for trial in _cases(op, variant, chip, dtypes, formats, standard):
-                    first = found.setdefault(trial.key, trial)
-                    found[trial.key] = replace(
-                        first, cases=tuple(dict.fromkeys((first.cases[0], *trial.cases)))
-                    )
-    return [*found.values()]
-
-
-def _cases(
-    op: Op,
-    variant: Variant,
-    chip: Chip,
-    dtypes: Sequence[torch.dtype],
-    formats: Collection[str],
-    standard: Mapping[str, object],
-) -> Iterator[KernelTrial]:
-    for i, case in enumerate(op.cases if op.make else ()):
-        kind = case.get("kind")
-        if kind in KINDS and kind not in formats:
-            continue
-        # Layers with stored weights compute in the model's dtype; others, as the sampler, in float32, too.
-        for dtype in dtypes[:1] if kind in STORAGES else dtypes:
-            facts = OpFacts("cuda", dtype, {**standard, **case}, chip=chip)
-            if dtype in op.tolerance and variant.refusal(facts) is None:
-                name = str(dtype).removeprefix("torch.")
-                yield KernelTrial(trial_key(op.name, variant.name, facts), op.name, variant.name, name, (i,))
 
 
 def find_site(chip: Chip) -> TrialSite:

@@ -155,15 +155,19 @@ class ExpertShare:
 
     def _build_experts(self, s: MoeSpec, w: Weights) -> tuple[Bound, Experts, Experts]:
         """(what is bound for `experts`, up, down): a stack each for a variant that takes these."""
-        sizes = {"num_experts": self._count, "top_k": s.top_k, "gated": s.expert.gated}
-        fn = w.bind(experts, **sizes, kind=s.expert.activation, activations=w.target.activations)
         numbers = range(self._first, self._first + self._count)
+        hidden, size, each = s.latent or w.target.hidden_size, s.expert.size, w.scope("experts")
+        names = ("gate", "up") if s.expert.gated else ("up",)
+        sizes: dict[str, object] = {"num_experts": self._count, "top_k": s.top_k, "gated": s.expert.gated}
+        sizes["stored"] = {
+            *each.list_storages((f"{e}.{name}" for e in numbers for name in names), hidden),
+            *each.list_storages((f"{e}.down" for e in numbers), size),
+        }
+        fn = w.bind(experts, **sizes, kind=s.expert.activation, activations=w.target.activations)
         if not isinstance(fn, StackedExperts):
             parts = [Mlp(s.expert, w.scope(f"experts.{e}"), s.latent) for e in numbers]
             return fn, [part.up for part in parts], [part.down for part in parts]
         self._is_wide = fn.widens and w.target.comm.rank.shares > 0
-        hidden, size, each = s.latent or w.target.hidden_size, s.expert.size, w.scope("experts")
-        names = ("gate", "up") if s.expert.gated else ("up",)
         sizes_up, pack = (size,) * len(names), fn.pack
         up = each.linear_stack(numbers, *names, in_size=hidden, out_sizes=sizes_up, pack=pack)
         down = each.linear_stack(numbers, "down", in_size=size, out_sizes=(hidden,), pack=pack)

@@ -50,6 +50,9 @@ class NoFile:
     def names(self) -> Iterator[str]:
         return iter(())
 
+    def format_of(self, name: str) -> str:
+        raise KeyError(name)
+
     def shape(self, name: str) -> Shape:
         raise KeyError(name)
 

@@ -187,6 +187,9 @@ class Tensors:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.tensors[name].shape)
 
+    def format_of(self, name: str) -> str:
+        return str(self.tensors[name].dtype).removeprefix("torch.")
+
     def read(self, name: str) -> Tensor:
         self.seen.append(name)
         return self.tensors[name]

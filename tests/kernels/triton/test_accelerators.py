@@ -20,7 +20,8 @@ from plait.kernels.triton.attention import varlen
 from plait.kernels.triton.ssm import fla
 from plait.kernels.triton.ssm.delta import scan_from_gates
 from plait.loading.kernel_trials import verdicts
-from plait.loading.kernel_trials.trials import find_site, plan_trials
+from plait.loading.kernel_trials.plan import TrialNeeds, plan_trials
+from plait.loading.kernel_trials.trials import find_site
 from plait.ops.attention import paged_attention
 from plait.ops.chip import EXAMPLES, Chip
 from plait.ops.delta import delta_scan_from_gates, gated_delta_scan
@@ -78,7 +79,7 @@ def test_without_it_our_own_chunks_serve_and_the_reason_is_reported() -> None:
 
 
 def test_it_is_tried_and_not_bound_if_it_is_off(given: list[dict[str, Any]]) -> None:
-    keys = {t.key for t in plan_trials(CHIP, [torch.bfloat16], ())}
+    keys = {t.key for t in plan_trials(TrialNeeds(CHIP, [torch.bfloat16], ()))}
     assert "delta_scan_from_gates/fla//bfloat16" in keys
     tried = replace(
         CHIP, trials=dict.fromkeys(keys, "") | {"delta_scan_from_gates/fla//bfloat16": "it hangs"}
@@ -170,7 +171,9 @@ def test_varlen_is_bound_with_what_places_heads_where_it_serves(flash: list[dict
     tried = {"varlen_attn": "it is 0.5 off the reference", "triton": ""}
     off = replace(CHIP, trials={f"paged_attention/{name}//bfloat16": why for name, why in tried.items()})
     assert bound(paged_attention, off, **HEADS) == "triton"
-    assert "paged_attention/varlen_attn//bfloat16" in {t.key for t in plan_trials(CHIP, [torch.bfloat16], ())}
+    assert "paged_attention/varlen_attn//bfloat16" in {
+        t.key for t in plan_trials(TrialNeeds(CHIP, [torch.bfloat16], ()))
+    }
 
 
 def test_without_flash_attention_the_reason_is_reported() -> None:

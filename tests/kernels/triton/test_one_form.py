@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 from plait.checkpoint.divided import Cuts, divide_linear
 from plait.errors import ConfigError
 from plait.kernels.load import load_for_gpu
-from plait.loading.kernel_trials.trials import plan_trials
+from plait.loading.kernel_trials.plan import TrialNeeds, plan_trials
 from plait.ops.blocks import random_weight
 from plait.ops.chip import EXAMPLES
 from plait.ops.glu import glu
@@ -191,7 +191,7 @@ def test_trials_try_the_form_that_will_be_bound() -> None:
     tried = {
         flag: {
             trial.variant
-            for trial in plan_trials(chip, [torch.float32], ["Q8_0"], deterministic=flag)
+            for trial in plan_trials(TrialNeeds(chip, [torch.float32], ["Q8_0"], flag))
             if trial.op == "linear"
         }
         for flag in (False, True)

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 
 from plait.kernels.load import load_for_gpu
 from plait.kernels.triton.moe import moe, one_form
-from plait.loading.kernel_trials.trials import plan_trials
+from plait.loading.kernel_trials.plan import TrialNeeds, plan_trials
 from plait.ops.blocks import random_weight
 from plait.ops.chip import EXAMPLES
 from plait.ops.expert_stack import ExpertStack
@@ -95,5 +95,5 @@ def test_the_option_decides_what_is_bound_and_tried() -> None:
     assert name == "triton"
     assert not fn.widens
     for flag, wanted in ((True, "one form"), (False, "triton")):
-        trials = plan_trials(EXAMPLES[90], [torch.float32], ["Q8_0"], deterministic=flag)
+        trials = plan_trials(TrialNeeds(EXAMPLES[90], [torch.float32], ["Q8_0"], flag))
         assert {trial.variant for trial in trials if trial.op == "experts"} == {wanted}

@@ -37,6 +37,9 @@ class Tensors(dict[str, Tensor]):
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self[name].shape)
 
+    def format_of(self, name: str) -> str:
+        return str(self[name].dtype).removeprefix("torch.")
+
     def read(self, name: str) -> Tensor:
         return self[name]
 

@@ -1,0 +1,51 @@
+"""The tensors of a model's files, and how its weights are stored before any of them is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from plait.checkpoint.names import NameMap, UnknownName, sources_of
+from plait.quant.encode import Encoder
+from plait.quant.weight import Weight
+
+
+class Checkpoint(Protocol):
+    """The tensors of a model's files: safetensors, GGUF, or made up (`synthetic`)."""
+
+    def __contains__(self, name: object) -> bool: ...
+    def names(self) -> Iterable[str]: ...
+    def format_of(self, name: str) -> str:
+        """A storage like 'Q4_K' or 'int4_g128', or a dtype like 'bfloat16'."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """As torch sees it, rows first."""
+        ...
+
+    def read(self, name: str) -> Weight | Tensor:
+        """A `Weight` for block formats, else a tensor in the file's dtype (a view of the mapped file)."""
+        ...
+
+
+def list_storages(
+    checkpoint: Checkpoint, names: NameMap, ours: Iterable[str], how: Encoder | None
+) -> tuple[str, ...]:
+    """The formats that matrices of our names have in memory, without plain numbers.
+
+    how: what plain numbers are encoded by. A name without a tensor has none: reading it is an error.
+    """
+    found = set[str]()
+    for name in ours:
+        try:
+            source, _ = names.resolve(name, checkpoint)
+        except UnknownName:
+            continue
+        for theirs in sources_of(source):
+            kept = checkpoint.format_of(theirs) if theirs in checkpoint else ""
+            is_plain = isinstance(getattr(torch, kept, None), torch.dtype)
+            found.add(kept if not is_plain else how.kind.name if how else "")
+    return tuple(sorted(found - {""}))
