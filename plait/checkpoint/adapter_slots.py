@@ -11,6 +11,8 @@ import torch
 
 from plait.checkpoint.divided import FactorPart
 from plait.errors import ShapeMismatch
+from plait.ops.expert_low_rank import AddedToExperts, ExpertSite
+from plait.ops.expert_stack import ExpertStack
 from plait.ops.linear import Linear
 from plait.ops.low_rank import (
     AdapterLimits,
@@ -47,20 +49,26 @@ class _Place:
     """A site, and which part of the change of each weight it adds, by our names."""
 
     parts: Mapping[str, FactorPart]
-    site: AnySite | HeadSites
+    site: AnySite | HeadSites | ExpertSite
 
 
 class AdapterSlots:
     """As many adapters at a time as `limits` say, numbered from 1. Sites are made while the model is built.
 
-    known: the adapters that there will ever be, so that other layers stay as they are; None: any may come.
-    elsewhere: names of weights that other ranks have.
+    known: adapters that will be loaded; is_open: others may come, so that all layers have sites. Without it
+    layers that none changes stay as they are. elsewhere: names of weights that other ranks have.
     """
 
     def __init__(
-        self, limits: AdapterLimits, known: Sequence[FactorSource] | None, elsewhere: Collection[str] = ()
+        self,
+        limits: AdapterLimits,
+        known: Sequence[FactorSource],
+        elsewhere: Collection[str] = (),
+        *,
+        is_open: bool = False,
     ) -> None:
         self.limits, self.step, self._known, self._elsewhere = limits, StepRows(), known, elsewhere
+        self._is_open = is_open
         self._places: list[_Place] = []
 
     def attach(
@@ -85,6 +93,23 @@ class AdapterSlots:
         self._places.append(_Place(parts, made))
         return made
 
+    def attach_stack(
+        self, parts: Mapping[str, FactorPart], stack: ExpertStack, out_sizes: Sequence[int], bind: Bind
+    ) -> None:
+        """Give linear layers of experts, the first one's first, a site if a known adapter changes one.
+
+        Others of an open model get none, because each slot would have factors of all experts.
+        """
+        if any(match.has(name) for match in self._known for name in parts):
+            made = ExpertSite(stack.n_in, out_sizes, self.limits, self._rank_of(parts), stack.count)
+            self._places.append(_Place(parts, made))
+            stack.added = AddedToExperts(made, self.step, bind)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether a stack of experts has a site."""
+        return any(isinstance(place.site, ExpertSite) for place in self._places)
+
     def head_sites(self, name: str, sizes: tuple[int, int, int, int], part: FactorPart) -> HeadSites | None:
         """The site of MLA's up-projection of that name; None: no adapter changes it.
 
@@ -106,12 +131,12 @@ class AdapterSlots:
 
     def _rank_of(self, names: Collection[str]) -> int:
         """The largest rank of factors of these weights."""
-        if self._known is None:
+        if self._is_open:
             return self.limits.max_rank
         return max(match.rank_of(name) for match in self._known for name in names)
 
     def _may_change(self, names: Collection[str]) -> bool:
-        return self._known is None or any(match.has(name) for match in self._known for name in names)
+        return self._is_open or any(match.has(name) for match in self._known for name in names)
 
     def load(self, slot: int, match: FactorSource) -> None:
         """Put an adapter into a slot that is free. No step may run meanwhile.
@@ -144,7 +169,12 @@ class AdapterSlots:
 
 
 def _put(
-    site: AnySite | HeadSites, slot: int, number: int, part: FactorPart, factors: LowRankFactors, where: str
+    site: AnySite | HeadSites | ExpertSite,
+    slot: int,
+    number: int,
+    part: FactorPart,
+    factors: LowRankFactors,
+    where: str,
 ) -> None:
     if factors.rank > site.max_rank:
         raise ShapeMismatch(f"{where}: rank {factors.rank} is more than {site.max_rank} (--max-lora-rank)")

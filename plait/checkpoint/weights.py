@@ -270,13 +270,14 @@ class Weights:
             one = self.scope(str(number))
             stack.put(e, one._matrices(names, in_size, out_sizes), one._biases(names, out_sizes))
         self.target.weights_nbytes += stack.nbytes
+        if self.target.adapters:
+            ours = (self._full(f"{number}.{name}") for number in numbers for name in names)
+            changes = {full: self.cuts.factor_part(full) for full in ours}
+            self.target.adapters.attach_stack(changes, stack, out_sizes, self.bind)
         return stack
 
     def list_storages(self, names: Iterable[str], n_in: int) -> tuple[str, ...]:
-        """The formats that matrices of these names will have, without plain numbers. n_in: their columns.
-
-        Empty where no kernel was tried, because the choice of one does not depend on them there.
-        """
+        """The block formats that matrices of `n_in` columns will have; none where no kernel was tried."""
         target, ours = self.target, (f"{self._full(name)}.weight" for name in names)
         if target.chip is None or not target.chip.trials:
             return ()

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -98,12 +99,12 @@ def list_steps(
     tokens = min(config.max_num_seqs * most, max(config.max_num_batched_tokens, config.max_num_seqs))
     checks, decodes = (replace(config, max_num_batched_tokens=n) for n in (tokens, config.max_num_seqs))
     where = max_model_len, device, dtype
-    largest = largest_step(decoder, config, *where)
+    largest = largest_steps(decoder, config, *where)
     graphs = [  # decodes may run other variants than checks
-        largest_step(decoder, decodes, *where),
-        largest_step(decoder, checks, *where, num_logits=most),
+        *largest_steps(decoder, decodes, *where),
+        *largest_steps(decoder, checks, *where, num_logits=most),
     ]
-    runs = [largest, *small_prompts(decoder, config, *where)]
+    runs = [*largest, *small_prompts(decoder, config, *where)]
     return runs, graphs if decoder.spec.causal else []  # else it has no decodes
 
 
@@ -139,7 +140,7 @@ def measure_room(memory: DeviceMemory, runs: Sequence[Run], graphs: Sequence[Run
     return room
 
 
-def largest_step(
+def largest_steps(
     decoder: Decoder,
     config: EngineConfig,
     max_model_len: int,
@@ -147,19 +148,20 @@ def largest_step(
     dtype: torch.dtype,
     *,
     num_logits: int = 1,
-) -> Run:
+) -> list[Run]:
     """The largest step that a scheduler can plan, over garbage: all in block 0 and slot 0, where padding is.
 
     As many sequences as may run share `max_num_batched_tokens`, each at the end of the longest context.
-    `num_logits`: rows of logits of each, at most.
+    `num_logits`: rows of logits of each, at most. With adapters one step more, in which all have one.
     """
     tokens = config.max_num_batched_tokens
     seqs = min(config.max_num_seqs, tokens) if decoder.spec.causal else 1
     lengths = [min(tokens // seqs + (i < tokens % seqs), max_model_len) for i in range(seqs)]
     starts = [max_model_len - n if decoder.spec.causal else 0 for n in lengths]
-    run = _garbage_step(decoder, config.block_size, starts, lengths, device, dtype, num_logits)
+    runs = _garbage_steps(decoder, config.block_size, starts, lengths, device, dtype, num_logits)
     ways = "lower --max-num-batched-tokens or --max-model-len"
-    return f"the largest step ({sum(lengths)} tokens, contexts of {max_model_len}; {ways})", run
+    what = f"the largest step ({sum(lengths)} tokens, contexts of {max_model_len}; {ways})"
+    return [(what, run) for run in runs]
 
 
 def small_prompts(
@@ -172,15 +174,15 @@ def small_prompts(
     """
     for tokens in PROMPTS:
         if tokens < min(config.max_num_batched_tokens, max_model_len):
-            run = _garbage_step(decoder, config.block_size, [0], [tokens], device, dtype)
-            yield f"a prompt of {tokens} tokens", run
+            for run in _garbage_steps(decoder, config.block_size, [0], [tokens], device, dtype):
+                yield f"a prompt of {tokens} tokens", run
     for seqs in BATCHES if decoder.spec.causal else ():
         if seqs < config.max_num_seqs and 2 * seqs < config.max_num_batched_tokens and max_model_len > 1:
-            run = _garbage_step(decoder, config.block_size, [0] * seqs, [2] * seqs, device, dtype)
-            yield f"{seqs} prompts of 2 tokens", run
+            for run in _garbage_steps(decoder, config.block_size, [0] * seqs, [2] * seqs, device, dtype):
+                yield f"{seqs} prompts of 2 tokens", run
 
 
-def _garbage_step(
+def _garbage_steps(
     decoder: Decoder,
     block_size: int,
     starts: Sequence[int],
@@ -188,18 +190,20 @@ def _garbage_step(
     device: torch.device,
     dtype: torch.dtype,
     num_logits: int = 1,
-) -> Callable[[], None]:
-    """A step of these tokens behind so many others, all of them in block 0 and slot 0, where padding is."""
+) -> list[Callable[[], None]]:
+    """A step of these tokens behind so many others, all of them in block 0 and slot 0, where padding is; and
+    with adapters the same step of the first one's slot, which has more launches and takes more memory."""
     groups, ends = block_groups(decoder.states), [a + n for a, n in zip(starts, lengths, strict=True)]
     table = tuple((0,) * -(-max(ends) // block_size) for _ in groups)
-    chunks = tuple(
-        Chunk(i, start, (0,) * n, table, 0, min(n, num_logits))
-        for i, (start, n) in enumerate(zip(starts, lengths, strict=True))
-    )
-    plan = StepPlan(0, chunks)
+    every = [*enumerate(zip(starts, lengths, strict=True))]
 
     @torch.inference_mode()
-    def run() -> None:
+    def run(adapter: int) -> None:
+        chunks = (
+            Chunk(i, start, (0,) * n, table, 0, min(n, num_logits), adapter=adapter)
+            for i, (start, n) in every
+        )
+        plan = StepPlan(0, tuple(chunks))
         slots = 1 if has_slots(decoder.states) else 0
         store = StateStore(decoder.states, {g.name: 1 for g in groups}, slots, block_size, device, dtype)
         for tensor in store.tensors:
@@ -207,4 +211,4 @@ def _garbage_step(
         logits = decoder(build_batch(plan, groups, block_size, device), store)
         torch.empty_like(logits)  # penalties, biases and masks make a copy
 
-    return run
+    return [partial(run, adapter) for adapter in ((0, 1) if decoder.adapters else (0,))]

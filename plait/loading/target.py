@@ -33,6 +33,7 @@ from plait.loading.open_model import (
 )
 from plait.model.divide import count_shares, divide_model
 from plait.ops.chip import Chip, read_chip
+from plait.ops.expert_low_rank import add_expert_low_rank
 from plait.ops.ranks import Alone
 from plait.ops.registry import check_fused
 from plait.ops.stacked_low_rank import add_stacked_low_rank
@@ -104,7 +105,8 @@ def find_used_ops(opened: Opened) -> OpKinds | None:
         return None
     has_adapters = config.lora or config.lora_folder is not None
     found = list_ops(opened.resolved, opened.checkpoint)
-    return found | ({add_stacked_low_rank.name: set[str]()} if has_adapters else {})
+    added = (add_stacked_low_rank.name, add_expert_low_rank.name) if has_adapters else ()
+    return found | {name: set[str]() for name in added}
 
 
 def take_verdicts(target: Target, chip: Chip | None) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.ops.expert_low_rank import AddedToExperts
 from plait.ops.linear import Linear
 from plait.quant.planes import Planes
 from plait.quant.stack import TensorStack
@@ -33,6 +34,7 @@ class ExpertStack:
         self.widths: list[int] = []
         self.n_in = self.n_out = 0
         self.bias: Tensor | None = None
+        self.added: AddedToExperts | None = None  # what adapters add to its result, if it may have some
         self._pack, self._is_plain = pack, False
 
     @classmethod
@@ -67,6 +69,11 @@ class ExpertStack:
     def pick(self, at: Tensor) -> Tensor:
         """As `decode`, of an expert that only the device knows: at [1]."""
         return self._decode([part.pick(at) for part in self.parts])
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether adapters add to its result in the step that this thread computes."""
+        return self.added is not None and self.added.is_used
 
     @property
     def nbytes(self) -> int:

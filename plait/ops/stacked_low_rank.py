@@ -56,10 +56,10 @@ class StackedSite:
         self.up[slot - 1, start : start + self.out_sizes[part], : factors.rank] = factors.up.to(self.up)
         self.scales[slot - 1, part] = factors.scale
 
-    def clear(self, slot: int) -> None:
-        """Forget an adapter. No step may run meanwhile."""
+    def clear(self, slot: int, count: int = 1) -> None:
+        """Forget an adapter, or those in `count` slots. No step may run meanwhile."""
         for kept in (self.down, self.up, self.scales):
-            kept[slot - 1].zero_()
+            kept[slot - 1 : slot - 1 + count].zero_()
 
     def add_slot(self, slot: int, y: Tensor, x: Tensor) -> Tensor:
         """y and x as the op has them -> y with what one slot adds to all rows, in y's dtype."""

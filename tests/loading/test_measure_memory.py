@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from plait.checkpoint.adapter_slots import AdapterSlots
 from plait.config import GIB, MIB, EngineConfig
 from plait.engine.device import CudaMemory
 from plait.engine.memory_plan import Sizing, size_state
@@ -20,7 +21,7 @@ from plait.loading import measure_memory
 from plait.loading.build import Built, build
 from plait.loading.measure_memory import (
     check_weights_fit,
-    largest_step,
+    largest_steps,
     leave_for_draft,
     measure_room,
     size_gpu,
@@ -29,6 +30,7 @@ from plait.loading.measure_memory import (
 from plait.loading.open_model import Opened, open_model
 from plait.model.decoder import Decoder
 from plait.model.layers.layers import Batch
+from plait.ops.low_rank import AdapterLimits
 from plait.runner.sampler import LEAST_ROWS
 from plait.runner.sampling_tables import most_nbytes
 from plait.state.store import StateStore
@@ -147,7 +149,7 @@ def watch(decoder: Decoder) -> tuple[Decoder, list[tuple[Batch, StateStore]]]:
     seen: list[tuple[Batch, StateStore]] = []
 
     class Watched:
-        states, spec = decoder.states, decoder.spec
+        states, spec, adapters = decoder.states, decoder.spec, decoder.adapters
 
         def __call__(self, batch: Batch, store: StateStore) -> torch.Tensor:
             seen.append((batch, store))
@@ -168,7 +170,7 @@ def test_the_largest_step_is_at_the_end_of_the_longest_context_and_all_in_garbag
     target = build_module.make_target(opened, torch.device("cpu"))
     decoder = build_module.load_decoder(opened, target, lambda *_: None)
     watched, seen = watch(decoder)
-    what, run = largest_step(watched, config, 10, target.device, target.dtype)
+    ((what, run),) = largest_steps(watched, config, 10, target.device, target.dtype)
     run()
     assert what.startswith(
         f"the largest step ({tokens} tokens, contexts of 10; lower --max-num-batched-tokens"
@@ -179,6 +181,11 @@ def test_the_largest_step_is_at_the_end_of_the_longest_context_and_all_in_garbag
     assert not batch.state_slots.any()
     assert all(not i.block_table.any() and i.block_table.shape[1] == 3 for i in batch.paged.values())
     assert all(len(t) == 1 for t in store.tensors), "no more memory than the garbage block and slot"
+    decoder.adapters = watched.adapters = AdapterSlots(AdapterLimits(1, 8), [])
+    for _, run in largest_steps(watched, config, 10, target.device, target.dtype):
+        run()
+    slots = [batch.adapters.slots.tolist() if batch.adapters else None for batch, _ in seen[1:]]
+    assert slots == [None, [1] * tokens], "without adapters, and with one"
 
 
 def test_prompts_of_every_form_of_kernels_run_before_the_model_is_ready(nano_hybrid: Path) -> None:

@@ -21,6 +21,8 @@ MODELS = {
     "deepseek_v3": {**ONE, **EXPERTS},
     "mamba2": ONE,
     "qwen3_next": {"max_position_embeddings": 128},
+    "qwen3_moe": ONE,
+    "mixtral": ONE,
 }
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
@@ -30,9 +32,8 @@ def write(name: str, folder: Path, **changes: int) -> list[Decoder]:
     base = folder / "base"
     plain = plain_decoder(name, base, **changes)
     _, tensors, _ = tiny.read(base)
-    modules = [module for module in linear_modules(tensors) if ".experts." not in module]
-    merged = []
-    for slot, some in ((1, modules), (2, [module for module in modules if "proj" in module][:3])):
+    modules, merged = linear_modules(tensors), []
+    for slot, some in ((1, modules), (2, [module for module in modules if "proj" in module][::3])):
         added = write_peft(folder / f"a{slot}", tensors, some, rank=4 * slot, seed=slot)
         write_merged(base, folder / f"m{slot}", {at: 8 / (4 * slot) * change for at, change in added.items()})
         merged.append(plain_decoder(name, folder / f"m{slot}", **changes))

@@ -99,11 +99,11 @@ def place_adapters(opened: AdaptableModel, target: Target) -> Sequence[NamedAdap
         name, path = parse_named(text)
         if name in (one.name for one in found):
             raise ConfigError(f"lora: the name {name!r} is there twice")
-        file = _check_device(open_adapter(Path(path), config.max_lora_rank), target)
+        file = open_adapter(Path(path), config.max_lora_rank)
         found.append(NamedAdapter(name, path, match_adapter(opened, file)))
-    known = None if config.lora_folder is not None else [one.match for one in found]
+    known, is_open = [one.match for one in found], config.lora_folder is not None
     elsewhere = tuple(list_names_elsewhere(target.cuts))
-    target.adapters = AdapterSlots(_find_limits(config, target), known, elsewhere)
+    target.adapters = AdapterSlots(_find_limits(config, target), known, elsewhere, is_open=is_open)
     return found
 
 
@@ -117,13 +117,13 @@ def _find_limits(config: EngineConfig, target: Target) -> AdapterLimits:
     return AdapterLimits(num_slots, rank, dtype, allocate=allocate_packed)
 
 
-def _check_device(file: AdapterFile, target: Target) -> AdapterFile:
-    """The same adapter. Raises UnsupportedFormat for one of experts on a GPU."""
+def _check_experts(file: AdapterFile, target: Target, slots: AdapterSlots) -> AdapterFile:
+    """The same adapter. Raises UnsupportedFormat on a GPU for one of experts that have no site."""
     experts = [name for name, pair in file.pairs.items() if _EXPERTS.search(name) or pair.down.ndim > 2]
-    if target.platform == "cuda" and experts:
+    if target.platform == "cuda" and experts and not slots.has_experts:
         raise UnsupportedFormat(
-            f"{file.path}: it changes experts ({list_some(experts, 2)}), which a GPU's kernels read as one "
-            "stack without adapters; set device to cpu, or merge the adapter with `plait convert --lora`"
+            f"{file.path}: it changes experts ({list_some(experts, 2)}), for which a GPU keeps memory only "
+            "where an adapter of --lora changes them; name this one by --lora when the server is started"
         )
     return file
 
@@ -157,7 +157,7 @@ class AdapterLoader:
         else:
             config = opened.config
             file = open_adapter(find_inside(config.lora_folder, path), config.max_lora_rank)
-            match = match_adapter(opened, _check_device(file, self._target))
+            match = match_adapter(opened, _check_experts(file, self._target, slots))
         slots.load(slot, match)
         return match.file.digest
 

@@ -21,9 +21,10 @@ from plait.errors import (
 )
 from plait.frontend.deltas import Delta
 from plait.llm.llm import LLM
+from plait.loading.adapters.place import AdapterLoader, place_adapters
 from plait.loading.example_gpu import try_example
-from plait.loading.open_model import open_model
-from plait.loading.target import find_used_ops
+from plait.loading.open_model import load_decoder, open_model
+from plait.loading.target import find_used_ops, make_target
 from plait.ops.chip import EXAMPLES
 from plait.ops.stacked_low_rank import add_stacked_low_rank
 from plait.request import SamplingParams
@@ -185,14 +186,32 @@ def test_a_step_of_a_gpu_with_adapters_is_one_graph(folder: Path) -> None:
         assert is_tried is bool(some.lora or some.lora_folder), "one without a trial is not bound"
 
 
-def test_adapters_of_experts_are_refused_on_a_gpu_by_name(tmp_path: Path) -> None:
+def test_adapters_of_experts_are_part_of_the_graph_and_have_memory_only_by_name(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="Triton is not installed here")
     tiny.write("qwen3_moe", tmp_path / "base")
     _, tensors, _ = tiny.read(tmp_path / "base")
-    write_peft(tmp_path / "a", tensors, [name for name in linear_modules(tensors) if ".experts." in name])
-    config = EngineConfig(lora=(f"a={tmp_path / 'a'}",))
-    with pytest.raises(UnsupportedFormat, match=r"changes experts \(model\.layers\..*set device to cpu"):
-        try_example(str(tmp_path / "base"), config, EXAMPLES[90], lambda *_: None)
+    experts = [name for name in linear_modules(tensors) if ".experts." in name]
+    write_peft(tmp_path / "more/a", tensors, experts)
+    named, folder = (f"a={tmp_path / 'more/a'}",), str(tmp_path / "more")
+    step = try_example(str(tmp_path / "base"), EngineConfig(lora=named), EXAMPLES[90], lambda *_: None)
+    num_layers = len({name.split(".experts.")[0] for name in experts})
+    assert not step.faults
+    assert step.launches["expand_rows"] == 2 * num_layers > 0, "gate and up are one"
+
+    opened = open_model(str(tmp_path / "base"), EngineConfig(lora_folder=folder))
+    target = make_target(opened, torch.device("cpu"), EXAMPLES[90])
+    place_adapters(opened, target)
+    load_decoder(opened, target, lambda *_: None)
+    with pytest.raises(
+        UnsupportedFormat, match=r"changes experts \(model\.layers\..*name this one by --lora"
+    ):
+        AdapterLoader(opened, target, ()).load(1, "a")
+    opened = open_model(str(tmp_path / "base"), EngineConfig(lora_folder=folder, lora=named))
+    target = make_target(opened, torch.device("cpu"), EXAMPLES[90])
+    loader = AdapterLoader(opened, target, place_adapters(opened, target))
+    load_decoder(opened, target, lambda *_: None)
+    assert loader.load(2, "a") == loader.load(1, str(tmp_path / "more/a"))
+    loader.clear(2)
 
 
 @pytest.mark.slow

@@ -7,11 +7,14 @@ A program has one row of x, or `MOST` neighbours in a step of many. Then it goes
 these have, one after the other, so neighbours of one prompt read its factors once. Rows without an adapter
 are not touched. A row has the same bits in both forms: tiles, and the order of sums, are those of one row.
 Chen et al., "Punica: Multi-Tenant LoRA Serving" (2023) have one program for a row, too.
+
+Behind experts a row is a pair of a token and an expert. Each adapter has a slot for each expert there, and
+neighbours are pairs in the order of their experts (`moe.low_rank`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 import triton
@@ -35,13 +38,29 @@ NO_SLOT: tl.constexpr = tl.constexpr(1 << 30)
 
 
 @triton.jit
-def load_slots(slots, tokens, m, ROWS: tl.constexpr, BM: tl.constexpr, PICKED: tl.constexpr):
-    """The rows of this program, [BM], and the slots of their adapters: 0 of what is no row."""
+def load_slots(
+    slots, tokens, order, m, ROWS: tl.constexpr, BM: tl.constexpr, PICKED: tl.constexpr, E: tl.constexpr,
+    K: tl.constexpr, ORDERED: tl.constexpr,
+):  # fmt: skip
+    """The rows of this program, [BM], and the slots of their adapters: 0 of what is no row.
+
+    E, K: rows are pairs of a token and one of its K of E experts, of which `tokens` has the numbers; E is 0
+    for other rows. ORDERED: neighbours are those in `order`.
+    """
     lane = tl.arange(0, BM)
     rows = tl.program_id(0) * ROWS + lane
     there = (lane < ROWS) & (rows < m)
-    token = tl.load(tokens + rows, mask=there, other=0) if PICKED else rows.to(tl.int64)
-    return rows.to(tl.int64), tl.load(slots + token, mask=there, other=0).to(tl.int32)
+    if ORDERED:
+        rows = tl.load(order + rows, mask=there, other=0)
+    rows = rows.to(tl.int64)
+    if E > 0:
+        slot = tl.load(slots + rows // K, mask=there, other=0).to(tl.int32)
+        expert = tl.load(tokens + rows, mask=there, other=0).to(tl.int32)
+        own = tl.where(slot > 0, (slot - 1) * E + expert + 1, 0)
+    else:
+        token = tl.load(tokens + rows, mask=there, other=0) if PICKED else rows
+        own = tl.load(slots + token, mask=there, other=0).to(tl.int32)
+    return rows, own
 
 
 @triton.jit
@@ -52,19 +71,19 @@ def next_slot(own, last):
 
 @triton.jit(do_not_specialize=["m"])
 def shrink_rows(
-    x, slots, tokens, down, hidden, m, n_in, steps, ranks,
+    x, slots, tokens, order, down, hidden, m, n_in, steps, ranks,
     x_row, x_part, down_slot, down_part, down_row, hidden_row,
     UNIT: tl.constexpr, UNITS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, ROWS: tl.constexpr,
-    PICKED: tl.constexpr,
+    PICKED: tl.constexpr, E: tl.constexpr, K: tl.constexpr, ORDERED: tl.constexpr, PER_X: tl.constexpr,
 ):  # fmt: skip
-    """x: [m, in] or [m, parts, in] -> hidden [m, parts, ranks].
+    """x: [m, in] or [m, parts, in] -> hidden [m, parts, ranks]. PER_X: neighbours that share a row of x.
 
     Grid: blocks of rows, parts, blocks of ranks.
     """
-    rows, own = load_slots(slots, tokens, m, ROWS, BM, PICKED)
+    rows, own = load_slots(slots, tokens, order, m, ROWS, BM, PICKED, E, K, ORDERED)
     part, rank = tl.program_id(1).to(tl.int64), tl.program_id(2) * BN + tl.arange(0, BN)
     column = tl.arange(0, UNITS)[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
-    line_x = (x + part * x_part + rows * x_row)[None, None, :]
+    line_x = (x + part * x_part + rows // PER_X * x_row)[None, None, :]
     place = hidden + (rows * hidden_row)[None, :] + (part * ranks + rank)[:, None]
     slot = next_slot(own, 0)
     while slot < NO_SLOT:
@@ -85,15 +104,15 @@ def shrink_rows(
 
 @triton.jit(do_not_specialize=["m"])
 def expand_rows(
-    hidden, slots, tokens, up, scales, starts, y, m, parts, ranks, hidden_row, up_slot, y_row, y_part,
+    hidden, slots, tokens, order, up, scales, starts, y, m, parts, ranks, hidden_row, up_slot, y_row, y_part,
     BR: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, ROWS: tl.constexpr, PICKED: tl.constexpr,
-    APART: tl.constexpr,
+    E: tl.constexpr, K: tl.constexpr, ORDERED: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """hidden: [m, parts, ranks] -> y [m, out] plus what is added; APART: y is [m, parts, out of each].
 
     Grid: blocks of rows, parts, tiles of a part's outputs.
     """
-    rows, own = load_slots(slots, tokens, m, ROWS, BM, PICKED)
+    rows, own = load_slots(slots, tokens, order, m, ROWS, BM, PICKED, E, K, ORDERED)
     part, rank = tl.program_id(1).to(tl.int64), tl.arange(0, BR)
     first, end = tl.load(starts + part), tl.load(starts + part + 1)
     output = first + tl.program_id(2) * BN + tl.arange(0, BN)
@@ -124,25 +143,37 @@ def add_low_rank(
     check_rows(y, x, site)
     if y.stride(-1) != 1:
         return y.copy_(add_low_rank(y.contiguous(), x, site, rows, tokens))
+    flags = {"PICKED": tokens is not None, "E": 0, "K": 1, "ORDERED": False}
+    launch_both(y, x, site, (rows.slots, rows.slots if tokens is None else tokens, rows.slots), flags)
+    return y
+
+
+def launch_both(
+    y: Tensor,
+    x: Tensor,
+    site: StackedSite,
+    rows_of: tuple[Tensor, Tensor, Tensor],
+    flags: Mapping[str, int],
+    per_x: int = 1,
+) -> None:
+    """rows_of, flags: `slots`, `tokens` and `order` of `load_slots`, and its constants."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     (m, parts, ranks), apart = (len(y), site.num_parts, site.up.shape[-1]), y.dim() == 3
     hidden = torch.empty(m, parts, ranks, dtype=site.up.dtype, device=y.device)
     each = 1 if m <= DECODES else MOST
     blocks, block = -(-m // each), min(ranks, MOST_RANKS)
-    shared = {"BM": MOST, "ROWS": each, "PICKED": tokens is not None}
-    rows_of = rows.slots, rows.slots if tokens is None else tokens
+    shared = {"BM": MOST, "ROWS": each, **flags}
     launch(
         shrink_rows, (blocks, parts, ranks // block), x, *rows_of, site.down, hidden, m, site.n_in,
         -(-site.n_in // (UNIT * UNITS)), ranks,
         x.stride(0), x.stride(1) if apart else 0, *site.down.stride()[:3], hidden.stride(0),
-        UNIT=UNIT, UNITS=UNITS, BN=block, num_warps=UNITS, num_stages=2, **shared,
+        UNIT=UNIT, UNITS=UNITS, BN=block, PER_X=per_x, num_warps=UNITS, num_stages=2, **shared,
     )  # fmt: skip
     launch(
         expand_rows, (blocks, parts, -(-max(site.out_sizes) // BN)), hidden, *rows_of, site.up, site.scales,
         site.starts, y, m, parts, ranks, hidden.stride(0), site.up.stride(0), y.stride(0),
         y.stride(1) if apart else 0, BR=block, BN=BN, APART=apart, num_warps=UNITS, num_stages=2, **shared,
     )  # fmt: skip
-    return y
 
 
 def check_rows(y: Tensor, x: Tensor, site: StackedSite) -> None:
@@ -157,16 +188,18 @@ def check_rows(y: Tensor, x: Tensor, site: StackedSite) -> None:
         )
 
 
+TYPES = {
+    **dict.fromkeys(("x", "down", "hidden", "up", "y"), "bf16*"),
+    **dict.fromkeys(("slots", "tokens", "starts"), "i64*"), "scales": "fp32*", "order": "i64*",
+    **dict.fromkeys(("n_in", "ranks", "x_row", "x_part", "down_slot", "down_part", "down_row"), "i32!"),
+    **dict.fromkeys(("hidden_row", "up_slot", "y_row"), "i32!"),
+}  # fmt: skip
+
+
 @with_float16
 @with_float32
 def forms() -> Iterator[KernelForm]:
     """Adapters of rank 16 and 64, of decodes and prompts, of layers, of the head's rows and of heads."""
-    types = {
-        **dict.fromkeys(("x", "down", "hidden", "up", "y"), "bf16*"),
-        **dict.fromkeys(("slots", "tokens", "starts"), "i64*"), "scales": "fp32*",
-        **dict.fromkeys(("n_in", "ranks", "x_row", "x_part", "down_slot", "down_part", "down_row"), "i32!"),
-        **dict.fromkeys(("hidden_row", "up_slot", "y_row"), "i32!"),
-    }  # fmt: skip
     for ranks in (16, 64):
         for rows, picked, apart in (
             (1, False, False),
@@ -175,12 +208,12 @@ def forms() -> Iterator[KernelForm]:
             (MOST, False, False),
         ):
             kind = f"{ranks} ranks, {'heads, ' * apart}{rows} rows{', picked' * picked}"
-            shared = {"BM": MOST, "ROWS": rows, "PICKED": picked}
-            constants = {"UNIT": UNIT, "UNITS": UNITS, "BN": ranks, **shared}
+            shared = {"BM": MOST, "ROWS": rows, "PICKED": picked, "E": 0, "K": 1, "ORDERED": False}
+            constants = {"UNIT": UNIT, "UNITS": UNITS, "BN": ranks, "PER_X": 1, **shared}
             yield KernelForm(
-                f"adapters shrink, {kind}", shrink_rows, types, constants, UNITS, demands=WIDE_LOADS
+                f"adapters shrink, {kind}", shrink_rows, TYPES, constants, UNITS, demands=WIDE_LOADS
             )
             constants = {"BR": ranks, "BN": BN, "APART": apart, **shared}
             yield KernelForm(
-                f"adapters expand, {kind}", expand_rows, types, constants, UNITS, demands=WIDE_LOADS
+                f"adapters expand, {kind}", expand_rows, TYPES, constants, UNITS, demands=WIDE_LOADS
             )

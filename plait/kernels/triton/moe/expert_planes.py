@@ -10,6 +10,7 @@ their own (act-order GPTQ), rows of x are put in the order of each pair's expert
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from plait.kernels.triton.linear.float32_planes import is_float32
@@ -60,14 +61,15 @@ def multiply_stack(
     k: int,
     activation: tuple[str, bool],
     each: int,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """One product, [pairs, outputs]. where: (starts, order) of groups, None for slots; k: pairs of a row.
 
-    each: see `pair_tile`.
+    each: see `pair_tile`; dtype: of the result, None: as x.
     """
     if stack.parts[0].template.order is not None:
         x, k = order_rows(x, list_fields(stack.parts[0])["order"], index, k), 1
     if not is_float32(x):
-        return multiply_codes(x, stack, index, where, k, activation, each)
+        return multiply_codes(x, stack, index, where, k, activation, each, dtype)
     y, (kind, gated) = multiply_pairs_in_float32(x, stack, index, where, k), activation
     return activate_rows(y, kind, gated) if kind else y

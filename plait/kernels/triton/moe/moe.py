@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from plait.kernels.triton.moe.chosen import SCRATCH, find_plain, pick_all, run_changed
 from plait.kernels.triton.moe.expert_planes import by_planes, is_planes
 from plait.kernels.triton.moe.experts import MOST_SLOTS, SumStart, by_slots
 from plait.kernels.triton.moe.grouped_experts import by_groups
@@ -26,7 +27,6 @@ from plait.quant.plane_parts import pack_planes
 from plait.quant.weight import Dense, Weight
 
 NAME = "triton"
-SCRATCH = 256 << 20  # bytes of decoded weights, or one token's experts
 
 
 def pack(weight: Weight, dtype: torch.dtype) -> object:
@@ -51,6 +51,8 @@ def run_experts(
         return torch.empty_like(x)
     x, weight, index = (t.contiguous() for t in (x, weight, index))
     start = SumStart.of(shared, gate)
+    if up.is_changed or down.is_changed:
+        return run_changed(x, weight, index, up, down, activation, start)
     if is_planes(up) and is_planes(down):
         return by_planes(x, weight, index, up, down, activation, start)
     plain = find_plain(up), find_plain(down)
@@ -66,12 +68,6 @@ def run_experts(
         chunks = decode_chunks(up, down)
     sizes = (up.count, down.n_in, down.n_out)
     return by_groups(x, weight, index, chunks, (up.bias, down.bias), activation, start, sizes)
-
-
-def find_plain(stack: ExpertStack) -> Tensor | None:
-    """The weights [experts, out, in], if they are plain numbers."""
-    whole = stack.parts[0]
-    return whole.tensors[0] if len(stack.parts) == 1 and isinstance(whole.template, Tensor) else None
 
 
 def _by_picked(
@@ -96,11 +92,6 @@ def _by_picked(
             x[some], weight[some], index[some], first, second, activation, own, is_picked=True
         )
     return out
-
-
-def pick_all(stack: ExpertStack, chosen: Tensor) -> Tensor:
-    """The numbers of chosen experts, [slots, out, in]."""
-    return torch.stack([stack.pick(chosen[s : s + 1]) for s in range(len(chosen))])
 
 
 def decode_chunks(up: ExpertStack, down: ExpertStack) -> Iterator[tuple[int, Tensor, Tensor]]:

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from plait.kernels.triton.forms import KernelForm
+from plait.kernels.triton.moe.chosen import find_plain, run_changed
 from plait.kernels.triton.moe.expert_planes import by_planes, is_planes
 from plait.kernels.triton.moe.experts import TYPES, SumStart
 from plait.kernels.triton.moe.grouped_experts import BLOCK, add_experts, by_groups
-from plait.kernels.triton.moe.moe import decode_chunks, find_plain, pack, why_not
+from plait.kernels.triton.moe.moe import decode_chunks, pack, why_not
 from plait.ops.expert_stack import ExpertStack
 from plait.ops.moe import StackedExperts, experts
 from plait.ops.registry import OpFacts
@@ -48,6 +49,8 @@ def run_in_one_form(
         return torch.empty_like(x) if out is None else out
     x, weight, index = (t.contiguous() for t in (x, weight, index))
     start = SumStart.of(shared, gate)
+    if up.is_changed or down.is_changed:
+        return run_changed(x, weight, index, up, down, activation, start, ROWS, out)
     if is_planes(up) and is_planes(down):
         return by_planes(x, weight, index, up, down, activation, start, each=ROWS, out=out)
     first, second = find_plain(up), find_plain(down)

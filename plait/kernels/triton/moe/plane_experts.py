@@ -112,12 +112,13 @@ def multiply_codes(
     k: int,
     activation: tuple[str, bool],
     each: int,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`multiply_stack` of x in bfloat16 or float16, in the order of the columns."""
     part, pairs, (kind, gated) = stack.parts[0], index.numel(), activation
     layout: PlaneLayout = part.template.layout
     size = stack.n_out // (2 if gated else 1)
-    y = x.new_empty(pairs, size)
+    y = x.new_empty(pairs, size, dtype=dtype)
     tile = pair_tile(layout, each, shared_limit(x.device))
     tiles = pairs if where is None else pairs // tile["BM"] + min(stack.count, pairs)
     tensors, strides = plane_arguments(part)

@@ -145,10 +145,10 @@ def _pieces(width: int, constants: dict[str, int]) -> int:
 
 
 @activate.variant(NAME, on="cuda", when=lambda facts: _why_unknown(facts))
-def activate_rows(x: Tensor, kind: str, gated: bool) -> Tensor:
-    """`activate`: the same arguments and result."""
+def activate_rows(x: Tensor, kind: str, gated: bool, dtype: torch.dtype | None = None) -> Tensor:
+    """`activate`: the same arguments and result. dtype: of the result, None: as x."""
     rows, width = view_rows(x), x.shape[-1] // (1 + gated)
-    out = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
+    out = torch.empty(*x.shape[:-1], width, dtype=dtype or x.dtype, device=x.device)
     sizes = _piece(width)
     launch(
         activate_numbers, (rows.count, _pieces(width, sizes)), *rows.tensors, out, *rows.strides,
@@ -317,7 +317,12 @@ def forms() -> Iterator[KernelForm]:
 
 
 def _list_mixed(flat: dict[str, int]) -> Iterator[KernelForm]:
-    """Sums of a residual in float32 and what a model in 16 bits adds, and the other way round."""
+    """Sums of a residual in float32 and what a model in 16 bits adds, and the other way round; and an
+    activation of what experts with adapters keep in float32."""
+    wide = _piece(768) | flat | {"KIND": "silu", "GATED": True}
+    yield _form(
+        "activate_numbers, silu, float32 to bfloat16", activate_numbers, wide, NUMBERS | {"x": "fp32*"}
+    )
     sizes = _piece(4096) | flat | {"KIND": "combine", "HAS_Y": True}
     for name, own in (
         ("float32 + bfloat16", {"x": "fp32*", "out": "fp32*"}),
