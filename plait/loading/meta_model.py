@@ -20,6 +20,7 @@ from plait.families.common.resolved import Resolved
 from plait.memory import SlotState, State
 from plait.model.decoder import Decoder
 from plait.model.divide import divide_model
+from plait.model.mtp import FC, MtpHead
 from plait.ops.ranks import Alone
 from plait.ops.registry import Bound, Op
 from plait.partition import Rank
@@ -112,13 +113,16 @@ class NotedOps(Weights):
                 self._note(part)
 
 
-def list_ops(resolved: Resolved, checkpoint: Checkpoint) -> dict[str, set[str]]:
+def list_ops(resolved: Resolved, checkpoint: Checkpoint, *, has_head: bool = False) -> dict[str, set[str]]:
     """The names of the ops that a model binds, and of those that they replace, each with its kinds.
 
-    A kind is an activation; storages are not among them. Raises MissingTensor.
+    A kind is an activation; storages are not among them. has_head: with its head for multi-token prediction,
+    if there is one. Raises MissingTensor.
     """
     weights = NotedOps(Outline(checkpoint), resolved.names, meta_target(resolved.spec))
-    Decoder(resolved.spec, weights)
+    trunk = Decoder(resolved.spec, weights)
+    if has_head and resolved.spec.mtp is not None and FC in weights:
+        MtpHead(resolved.spec, weights, trunk)
     return weights.noted
 
 

@@ -97,13 +97,11 @@ def make_target(
     return target
 
 
-def find_used_ops(opened: Opened) -> OpKinds | None:
-    """The ops that a model may bind on a GPU, and that trials are of, with their activations; None: any."""
+def find_used_ops(opened: Opened) -> OpKinds:
+    """The ops that a model may bind on a GPU, and that trials are of, with their activations."""
     config = opened.config
-    if config.speculate == "mtp":
-        return None
     has_adapters = config.lora or config.lora_folder is not None
-    found = list_ops(opened.resolved, opened.checkpoint)
+    found = list_ops(opened.resolved, opened.checkpoint, has_head=config.speculate == "mtp")
     return found | ({add_stacked_low_rank.name: set[str]()} if has_adapters else {})
 
 
