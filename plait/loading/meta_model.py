@@ -113,15 +113,15 @@ class NotedOps(Weights):
                 self._note(part)
 
 
-def list_ops(resolved: Resolved, checkpoint: Checkpoint, *, has_head: bool = False) -> dict[str, set[str]]:
+def list_ops(resolved: Resolved, checkpoint: Checkpoint) -> dict[str, set[str]]:
     """The names of the ops that a model binds, and of those that they replace, each with its kinds.
 
-    A kind is an activation; storages are not among them. has_head: with its head for multi-token prediction,
-    if there is one. Raises MissingTensor.
+    A kind is an activation; storages are not among them. A head for multi-token prediction is part of it,
+    used or not: `plait verify` runs it, too. Raises MissingTensor.
     """
     weights = NotedOps(Outline(checkpoint), resolved.names, meta_target(resolved.spec))
     trunk = Decoder(resolved.spec, weights)
-    if has_head and resolved.spec.mtp is not None and FC in weights:
+    if resolved.spec.mtp is not None and FC in weights:
         MtpHead(resolved.spec, weights, trunk)
     return weights.noted
 

@@ -101,7 +101,7 @@ def find_used_ops(opened: Opened) -> OpKinds:
     """The ops that a model may bind on a GPU, and that trials are of, with their activations."""
     config = opened.config
     has_adapters = config.lora or config.lora_folder is not None
-    found = list_ops(opened.resolved, opened.checkpoint, has_head=config.speculate == "mtp")
+    found = list_ops(opened.resolved, opened.checkpoint)
     return found | ({add_stacked_low_rank.name: set[str]()} if has_adapters else {})
 
 
