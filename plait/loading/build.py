@@ -172,24 +172,23 @@ def _build_for(
         log.info("%s", note)
     try:
         log.info("activations: %s, keys and values: %s", target.activations, target.kv_dtype)
-        if target.device.type == "cuda":
+        report("loading the tokenizer", 0, 1)
+        tokenizer = on_open(opened)
+        draft = draft_headers(opened, tokenizer)
+        if target.device.type == "cuda":  # what is wrong up to here, no one waits minutes of trials for
             formats, cache_dir = weight_formats(opened), opened.config.cache_dir
             take_verdicts(target, try_kernels(target, formats, cache_dir, report, find_used_ops(opened)))
-        report("loading the tokenizer", 0, 1)
-        return _build(opened, target, on_open(opened), report)
+        return _build(opened, draft, target, tokenizer, report)
     except BaseException:
         if target.executor:
             target.executor.close()
         raise
 
 
-def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: Progress) -> Built:
+def _build(
+    opened: Opened, draft: Opened | None, target: Target, tokenizer: Tokenizer | None, report: Progress
+) -> Built:
     config = opened.config
-    draft = draft_headers(config, opened.resolved.spec, tokenizer)
-    if config.speculate == "mtp":
-        from plait.loading.draft_model import check_mtp
-
-        check_mtp(opened)
     target.shelf = None if target.cuts.own else shelf_of(opened, target)  # it has whole weights
     if target.device.type == "cuda":
         _open_gpu(opened, draft, target, report)
@@ -293,20 +292,24 @@ def engine_over(
     return runner, engine
 
 
-def draft_headers(config: EngineConfig, spec: ModelSpec, tokenizer: Tokenizer | None) -> Opened | None:
-    """The draft model's headers, if one is requested: refused before anything large is loaded.
+def draft_headers(opened: Opened, tokenizer: Tokenizer | None) -> Opened | None:
+    """The draft model's headers, if one is requested: refused before kernels are tried and weights loaded.
 
-    Raises what `open_draft` does, and ConfigError if no draft can be made for a model of this spec.
+    Raises what `open_draft` does, and ConfigError if no draft can be made for this model.
     """
+    config, spec = opened.config, opened.resolved.spec
     if config.speculate != "off" and not spec.causal:
         raise ConfigError(
             f"speculate: {config.speculate} is set, but this model computes a whole sequence in every step, "
             "so draft tokens save no time; leave the option out, or use --ssm-mode ssd"
         )
-    if config.speculate in ("off", "ngram", "mtp"):
+    if config.speculate in ("off", "ngram"):
         return None
-    from plait.loading.draft_model import open_draft
+    from plait.loading.draft_model import check_mtp, open_draft
 
+    if config.speculate == "mtp":
+        check_mtp(opened)
+        return None
     return open_draft(config, spec, tokenizer)
 
 
@@ -388,12 +391,8 @@ def _size(
 def _check_vocabulary(asked: str | None, tokenizer: Tokenizer | None, vocab_size: int) -> None:
     """Log a warning for a named vocabulary with more tokens than the model: it is probably another's."""
     if asked and tokenizer and tokenizer.vocab_size > vocab_size:
-        log.warning(
-            "the vocabulary %s has %d tokens and the model only %d: its text may make no sense",
-            tokenizer.name,
-            tokenizer.vocab_size,
-            vocab_size,
-        )
+        text = "the vocabulary %s has %d tokens and the model only %d: its text may make no sense"
+        log.warning(text, tokenizer.name, tokenizer.vocab_size, vocab_size)
 
 
 def _silent(what: str, done: int, total: int) -> None:

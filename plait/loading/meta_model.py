@@ -20,6 +20,7 @@ from plait.families.common.resolved import Resolved
 from plait.memory import SlotState, State
 from plait.model.decoder import Decoder
 from plait.model.divide import divide_model
+from plait.model.mtp import FC, MtpHead
 from plait.ops.ranks import Alone
 from plait.ops.registry import Bound, Op
 from plait.partition import Rank
@@ -115,10 +116,13 @@ class NotedOps(Weights):
 def list_ops(resolved: Resolved, checkpoint: Checkpoint) -> dict[str, set[str]]:
     """The names of the ops that a model binds, and of those that they replace, each with its kinds.
 
-    A kind is an activation; storages are not among them. Raises MissingTensor.
+    A kind is an activation; storages are not among them. A head for multi-token prediction is part of it,
+    used or not: `plait verify` runs it, too. Raises MissingTensor.
     """
     weights = NotedOps(Outline(checkpoint), resolved.names, meta_target(resolved.spec))
-    Decoder(resolved.spec, weights)
+    trunk = Decoder(resolved.spec, weights)
+    if resolved.spec.mtp is not None and FC in weights:
+        MtpHead(resolved.spec, weights, trunk)
     return weights.noted
 
 

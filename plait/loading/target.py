@@ -98,11 +98,9 @@ def make_target(
     return target
 
 
-def find_used_ops(opened: Opened) -> OpKinds | None:
-    """The ops that a model may bind on a GPU, and that trials are of, with their activations; None: any."""
+def find_used_ops(opened: Opened) -> OpKinds:
+    """The ops that a model may bind on a GPU, and that trials are of, with their activations."""
     config = opened.config
-    if config.speculate == "mtp":
-        return None
     has_adapters = config.lora or config.lora_folder is not None
     found = list_ops(opened.resolved, opened.checkpoint)
     added = (add_stacked_low_rank.name, add_expert_low_rank.name) if has_adapters else ()

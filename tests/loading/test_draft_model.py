@@ -162,8 +162,9 @@ def test_options_about_the_files_of_the_model_are_not_for_the_draft(tmp_path: Pa
 
 @pytest.mark.parametrize("word", ["ngram", "/nowhere"])
 def test_a_model_that_computes_whole_sequences_takes_no_drafts(hybrid: Loaded, word: str) -> None:
-    config, spec = replace(hybrid.config, speculate=word), replace(hybrid.front.spec, causal=False)
+    resolved = replace(hybrid.opened.resolved, spec=replace(hybrid.front.spec, causal=False))
+    config, opened = hybrid.config, replace(hybrid.opened, resolved=resolved)
     text = f"^speculate: {word} is set, but this model computes a whole"
     with pytest.raises(ConfigError, match=text):
-        draft_headers(config, spec, None)
-    assert draft_headers(replace(config, speculate="off"), spec, None) is None
+        draft_headers(replace(opened, config=replace(config, speculate=word)), None)
+    assert draft_headers(replace(opened, config=replace(config, speculate="off")), None) is None

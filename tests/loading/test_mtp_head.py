@@ -10,10 +10,17 @@ import pytest
 import torch
 
 from plait import LLM, SamplingParams
+from plait.checkpoint.weights import Target, Weights
 from plait.config import EngineConfig
 from plait.errors import ConfigError
+from plait.loading import build
 from plait.loading.build import Loaded, load
 from plait.loading.draft_model import find_head, make_drafter
+from plait.loading.meta_model import Outline, meta_target
+from plait.loading.open_model import open_model
+from plait.loading.target import find_used_ops
+from plait.model.mtp import MtpHead
+from plait.ops.registry import REGISTRY
 from plait.runner.host.mtp import MtpDrafter
 from plait.runner.host.mtp_passes import HostPasses
 from plait.runner.mtp_passes import EagerPasses
@@ -84,3 +91,29 @@ def test_model_without_a_head_is_refused_in_one_line(nano_hybrid: Path, tmp_path
             (tmp_path / file.name).symlink_to(file)
     with pytest.raises(ConfigError, match="has no head for multi-token prediction in a layout that Plait"):
         load(str(tmp_path), EngineConfig(speculate="mtp", **SIZES))
+
+
+@pytest.mark.parametrize("word", ["mtp", "/nowhere"])
+def test_a_gpu_tries_no_kernel_for_a_model_that_can_have_no_such_drafts(
+    nano_hybrid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str
+) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(nano_hybrid / name)
+    monkeypatch.setattr(build, "try_kernels", lambda *_: pytest.fail("it takes minutes"))
+    opened = open_model(str(tmp_path), EngineConfig(speculate=word))
+    target = Target(torch.device("cuda"), torch.float32, 64, 32)
+    with pytest.raises(ConfigError, match="speculate: "):
+        build._build_for(target, opened, lambda *_: None, lambda _: None)
+
+
+@pytest.mark.parametrize("word", ["mtp", "off"])
+def test_a_gpu_tries_the_kernels_of_a_model_and_its_head_and_no_others(nano_hybrid: Path, word: str) -> None:
+    """Without drafts, too: `plait verify` runs the head of a model that was loaded so."""
+    opened = open_model(str(nano_hybrid), EngineConfig(speculate=word))
+    spec, names, outline = opened.resolved.spec, opened.resolved.names, Outline(opened.checkpoint)
+    target = meta_target(spec)
+    head = MtpHead(spec, Weights(outline, names, target), None)
+    of_head, tried = {row.op for row in target.bound}, find_used_ops(opened).keys()
+    assert head.branches
+    assert "join" in of_head
+    assert of_head <= tried < REGISTRY.keys()

@@ -88,7 +88,8 @@ def try_kernels(
     chip = target.chip
     if chip is None or target.ops == "reference":
         return chip
-    log.warning("%s; each is compared with its reference on this GPU, once", UNPROVEN)
+    if not chip.trials:  # else a model before this one has reported it
+        log.warning("%s; each is compared with its reference on this GPU, once", UNPROVEN)
     dtypes = list(dict.fromkeys((target.dtype, torch.float32)))
     ops = None if used is None else {**dict.fromkeys(AROUND, ()), **used}
     trials = plan_trials(TrialNeeds(chip, dtypes, formats, target.deterministic, ops))
@@ -142,7 +143,8 @@ def prove_kernels(
     verdicts = {trial.key: known[trial.key] for trial in new}
     rejected = {key: why for key, why in verdicts.items() if why}
     kept = f"{len(new) - len(due)} of them at an earlier startup"
-    log.info("GPU kernels: %d tried (%s), %d are not used", len(new), kept, len(rejected))
+    if new:
+        log.info("GPU kernels: %d tried (%s), %d are not used", len(new), kept, len(rejected))
     for line in describe_rejected(rejected):
         log.warning("%s", line)
     return replace(chip, trials={**chip.trials, **verdicts})
