@@ -230,10 +230,7 @@ class Engine:
         return {
             **self.scheduler.stats(),
             "num_places": self.scheduler.limits.max_num_seqs,
-            "reply_ms": round(self.metrics.reply_duration.average_s * 1e3),
-            "num_steps": self.metrics.num_steps,
-            "num_prompt_tokens": self.metrics.num_prompt_tokens,
-            "num_output_tokens": self.metrics.num_output_tokens,
+            **self.metrics.count_totals(),
         }
 
     def _end_hopeless(self) -> bool:
