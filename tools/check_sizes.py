@@ -32,7 +32,7 @@ CAPS = {
     "frontend": 1_680,
     "kernels": 30_100,
     "llm": 630,
-    "loading": 6_340,
+    "loading": 6_530,
     "model": 5_380,
     "ops": 6_900,
     "quant": 2_530,
