@@ -21,9 +21,10 @@ from plait.config import EngineConfig
 from plait.engine.device import free_memory
 from plait.engine.memory_plan import Sizing, size_state
 from plait.errors import ConfigError, EngineError
-from plait.loading.build import Loaded, describe_for_sizing, load, loose_ops
+from plait.loading.build import Loaded, describe_for_sizing, load
 from plait.loading.draft_model import find_head
 from plait.loading.open_model import Opened
+from plait.loading.target import loose_ops
 from plait.memory import PagedState, has_slots
 from plait.request import TokenLogprobs
 from plait.schedule.speculate import Proposer
