@@ -233,12 +233,12 @@ class ChatReply(ChoicesReply):
             self.add(i, delta)
         choice, found = self._courses[delta.index], self._chunks(delta)
         fields = self.fields_of_chunk(i, delta)
-        chunks = [ChatChunk(**self.head, choices=[one], **fields, **self._taken()) for one in found]
+        chunks = [ChatChunk(**self.head, choices=[one], **fields, **self._take_once()) for one in found]
         if choice.warning:
             chunks[-1] = msgspec.structs.replace(chunks[-1], warning=choice.warning)
         return chunks
 
-    def _taken(self) -> dict[str, Any]:
+    def _take_once(self) -> dict[str, Any]:
         """The fields that only the first chunk of all has."""
         found, self._once = self._once, {}
         return found
