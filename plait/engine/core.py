@@ -251,7 +251,9 @@ class Engine:
         num_left = sum(s.num_left for s in self.scheduler.running)
         num_rows = min(num_left, self.scheduler.limits.max_num_batched_tokens)
         found = self._ask(lambda speculation: speculation.drafts(drafting, num_rows), NOTHING)
-        forced = {s.id: t for s in drafting if s.guide is not None and (t := s.guide.forced()[:MAX_FORCED])}
+        forced = {
+            s.id: t for s in drafting if s.guide is not None and (t := s.guide.find_forced()[:MAX_FORCED])
+        }
         return {**found, **forced}, self.speculation is not None and not self.speculation.is_resting
 
     def _ask(self, call: Callable[[Speculation], T], otherwise: T) -> T:

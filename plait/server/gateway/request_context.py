@@ -308,7 +308,7 @@ async def _try_grammars(context: RequestContext, request: Request) -> Request:
     Raises BadGrammar, DeadlineExceeded for a request past its timeout, and CapacityError.
     """
     front = context.front
-    for grammar in front.untried(request):
+    for grammar in front.list_untried(request):
         assert front.grammars is not None
         began, left = time.monotonic(), request.timeout_s or front.grammars.limits.wait_s
         try:

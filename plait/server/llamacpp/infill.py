@@ -57,7 +57,7 @@ def plan(context: RequestContext, body: Mapping[str, object]) -> NativeReply:
     grammar = grammar_from(rest)
     request = context.prepare(read_prompt(context, parts), params, terms=asked)
     request = replace(
-        context.front.held(request, grammar), shows_progress=asked.stream and asked.return_progress
+        context.front.constrain(request, grammar), shows_progress=asked.stream and asked.return_progress
     )
     return NativeReply(context, asked, request)
 

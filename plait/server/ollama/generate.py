@@ -155,7 +155,7 @@ def _plan_raw(context: RequestContext, body: Mapping[str, object], prompt: str) 
     if not prompt:
         return None
     request = context.prepare(prompt, params, allow_special=True, terms=asked)
-    return ChatPlan(asked, context.front.held(request, grammar), with_ids=False)
+    return ChatPlan(asked, context.front.constrain(request, grammar), with_ids=False)
 
 
 def _load_fields(context: RequestContext) -> dict[str, Any]:
