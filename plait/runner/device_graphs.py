@@ -286,7 +286,7 @@ class DeviceReplay:
         common: logits of a large batch are hundreds of MB, and small results would divide large free blocks.
         """
         batch, size = self.batch, self._store.block_size
-        active, ids, positions, lens = batch.moving(key.bucket)
+        active, ids, positions, lens = batch.list_moving(key.bucket)
         mappings = {
             group.name: self._locate(positions, batch.table(g, key.bucket), size)
             for g, group in enumerate(self._groups)

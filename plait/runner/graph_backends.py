@@ -236,7 +236,7 @@ class _Names:
     def __init__(self) -> None:
         self.seen: list[str] = []
 
-    def launched(
+    def record_launch(
         self, name: str, run: Callable[[], None], tensors: Sequence[Tensor], rest: tuple[object, ...]
     ) -> None:
         self.seen.append(name)

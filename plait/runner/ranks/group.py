@@ -95,7 +95,7 @@ class RankGroup:
         try:
             member.connection.send_bytes(encode(join))
         except OSError as error:
-            raise self._lost(error) from error
+            raise self._explain(error) from error
 
     @property
     def started(self) -> list[StartedRank]:
@@ -145,7 +145,7 @@ class RankGroup:
         except PlaitError:  # of this rank alone: too little memory, or a kernel that cannot run
             raise
         except Exception as error:
-            raise self._lost(error) from error
+            raise self._explain(error) from error
         return min(own, *(self._expect_report(member, MemoryMeasured).nbytes for member in self._members))
 
     def prepare(self, message: Prepare) -> None:
@@ -175,7 +175,7 @@ class RankGroup:
         try:
             return RankTicket(self, run(plan, sampling), self._number, data)
         except Exception as error:
-            raise self._lost(error) from error
+            raise self._explain(error) from error
 
     def score(self, run: Callable[[], Tensor], token_ids: Sequence[int], chunk_size: int) -> Tensor:
         """Logits of a prompt, computed by all ranks."""
@@ -183,7 +183,7 @@ class RankGroup:
         try:
             return run()
         except Exception as error:
-            raise self._lost(error) from error
+            raise self._explain(error) from error
 
     def expect(self, number: int, data: bytes, answers: Sequence[Sampled]) -> None:
         """Compare what this rank sampled in a step with what the others did, as far as they have reported."""
@@ -216,7 +216,7 @@ class RankGroup:
             try:
                 member.connection.send_bytes(data)
             except OSError as error:
-                raise self._lost(error) from error
+                raise self._explain(error) from error
         return data
 
     def _check(self) -> None:
@@ -240,12 +240,12 @@ class RankGroup:
         try:
             report = receive_report(member.connection)
         except (EOFError, OSError, EngineError) as error:
-            raise self._lost(error) from error
+            raise self._explain(error) from error
         if isinstance(report, Failed):
             raise RankLost(f"rank {member.index} has failed: {report.text}")
         return report
 
-    def _lost(self, error: BaseException) -> RankLost:
+    def _explain(self, error: BaseException) -> RankLost:
         """What to report of an error that ends the group."""
         if self._lost_by:
             return RankLost(str(self._lost_by[0]))
@@ -288,6 +288,6 @@ class RankTicket:
         try:
             answers = self.ticket.wait()
         except Exception as error:
-            raise self.group._lost(error) from error
+            raise self.group._explain(error) from error
         self.group.expect(self.number, self.data, answers)
         return answers
