@@ -268,7 +268,7 @@ class Front:
         if grammar is not None:
             if self.grammars is None:
                 raise BadGrammar(f"{self.name} has no tokenizer, so no grammar can be kept", grammar.param)
-            grammar = grammar.styled(self._style)
+            grammar = grammar.with_style(self._style)
             self.grammars.check_size(grammar)
         # A reply ends where its grammar does, even with ignore_eos.
         stops = request.stop_token_ids | self.stop_token_ids if grammar else request.stop_token_ids
@@ -282,7 +282,7 @@ class Front:
         if request.grammar is None or request.grammar.form:
             return []
         tools = () if request.shape is None else self.reply_format.schemas(request.shape)
-        return [*(schema.styled(self._style) for schema in tools), request.grammar]
+        return [*(schema.with_style(self._style) for schema in tools), request.grammar]
 
     def try_grammars(self, request: Request) -> Request:
         """The same request, its grammars tried out; blocks. Raises BadGrammar and CapacityError."""

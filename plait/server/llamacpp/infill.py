@@ -76,7 +76,7 @@ def read_prompt(context: RequestContext, parts: InfillParts) -> list[int]:
     try:
         ids = fill_in_prompt(tokenizer, parts.input_prefix, parts.input_suffix, others)
     except InvalidField as error:
-        raise error.reworded(str(error).replace("suffix: ", "input_suffix: "), "input_suffix") from None
+        raise error.reword(str(error).replace("suffix: ", "input_suffix: "), "input_suffix") from None
     return [*ids, *tokenizer.encode(parts.prompt, add_special=False, allow_special=False)]
 
 

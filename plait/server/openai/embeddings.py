@@ -121,7 +121,7 @@ def embedding_request(
         if error.param != "prompt":
             raise
         text = str(error).removeprefix("prompt: ")
-        raise error.reworded(f"{at}: {text}", at) from error
+        raise error.reword(f"{at}: {text}", at) from error
     check_left_out(left_out, len(made.prompt_token_ids), at)
     return replace(made, pooling=kind, pooled_from=left_out)
 

@@ -357,7 +357,7 @@ def _blame(at: str, prepare: Callable[[], Request]) -> Request:
     except RequestError as error:
         if error.param not in ("prompt", "messages"):
             raise
-        raise error.reworded(f"{at}: {str(error).removeprefix('prompt: ')}", at) from error
+        raise error.reword(f"{at}: {str(error).removeprefix('prompt: ')}", at) from error
 
 
 ENDPOINTS = (
