@@ -95,7 +95,7 @@ class Scheduler:
     def plan(
         self, drafts: Drafts = NOTHING, *, is_observed: bool = False, is_compared: bool = False
     ) -> StepPlan | None:
-        """The next step, or None if there is nothing to do. `drafts`: draft tokens by id, of `drafting`;
+        """The next step, or None if there is nothing to do. `drafts`: draft tokens by id, of `list_drafting`;
         `is_observed`: one step, because the drafter reads its tokens; `is_compared`: see `plan_turns`."""
         if suspect := self._next_suspect():
             shares = share_members(suspect, self.limits.max_num_batched_tokens, self.limits, self.memory)
