@@ -142,7 +142,7 @@ class RequestError(PlaitError):
         super().__init__(message)
         self.param = param
 
-    def reworded(self, message: str, param: str) -> Self:
+    def reword(self, message: str, param: str) -> Self:
         """The same error, for another field."""
         found = copy(self)
         found.args, found.param = (message,), param

@@ -70,7 +70,7 @@ class FairQueue(Lanes[T]):
             self._working[found[0]] += 1
         return found
 
-    def done(self, who: str) -> None:
+    def end_work(self, who: str) -> None:
         self._working[who] -= 1
         if not self._working[who]:
             del self._working[who]
@@ -102,7 +102,7 @@ class Turns:
         finally:
             with self._lock:
                 self._free.append(place)
-                self._queue.done(who)
+                self._queue.end_work(who)
                 self._deal()
 
     def _deal(self) -> None:
@@ -159,7 +159,7 @@ class FairThreads(Executor):
                 except BaseException as error:
                     future.set_exception(error)
             with self._lock:
-                self._queue.done(who)
+                self._queue.end_work(who)
             del found, future, call  # an idle thread must hold no request
 
     def _next(self) -> tuple[str, tuple[Future[Any], Callable[[], Any]]] | None:
@@ -239,7 +239,7 @@ class SliceTurns:
             current_client.set(key)  # what a slice waits for (a template's child) is shared fairly, too
             is_done = job.is_done_after_a_slice()
             with self._changed:
-                self._queue.done(key)
+                self._queue.end_work(key)
                 if not is_done:
                     self._queue.put(key, job)
                 self._changed.notify()

@@ -146,7 +146,7 @@ class SamplingParams(ChoiceFields):
         """Whether more choices are generated than returned."""
         return self.num_sequences > self.n
 
-    def resolved(self, generation_config: Mapping[str, Any]) -> SamplingParams:
+    def resolve(self, generation_config: Mapping[str, Any]) -> SamplingParams:
         """With every open parameter filled in: the request's, else the model's, else Plait's default.
 
         `bad_words_ids` of several tokens join the request's. Those of one token are never drawn at all.
@@ -234,7 +234,7 @@ class Grammar:
     space: JsonSpace | None = None
     form: str = ""
 
-    def styled(self, style: JsonStyle) -> Grammar:
+    def with_style(self, style: JsonStyle) -> Grammar:
         """The same, with the style of `style` where it has none of its own."""
         is_open = style.open_objects if self.open_objects is None else self.open_objects
         return replace(self, open_objects=is_open, space=self.space or style.space)

@@ -309,3 +309,16 @@ def test_check_names_names_a_function_that_is_a_participle(tmp_path: Path, name:
 def test_check_names_lets_verbs_and_terms_of_the_field_pass(tmp_path: Path, name: str) -> None:
     write(tmp_path, {"engine/core.py": f"def {name}(): ...\n"})
     assert check_names.participles(tmp_path) == []
+
+
+def test_check_names_names_a_method_that_is_a_participle(tmp_path: Path) -> None:
+    methods = "def held(self): ...\n    async def _sent(self): ...\n    def send(self): ..."
+    methods += "\n    def called(self): ..."
+    values = "@property\n    def kept(self): ...\n    @classmethod\n    def made_of(cls): ..."
+    write(tmp_path, {"ops/norm.py": f"class Norm:\n    {methods}\n    {values}\n"})
+    found = check_names.participle_methods(tmp_path, {"Norm.called": "a library does", "Norm.gone": "once"})
+    assert [line.split(" is ")[0] for line in found] == [
+        "plait/ops/norm.py:2: Norm.held()",
+        "plait/ops/norm.py:3: Norm._sent()",
+        "tools/check_names.py: Norm.gone",
+    ]

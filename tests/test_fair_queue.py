@@ -22,7 +22,7 @@ def test_an_asker_has_no_more_in_work_than_its_share() -> None:
     for who, item in (("a", 1), ("a", 2), ("b", 3)):
         queue.put(who, item)
     assert [queue.take(), queue.take(), queue.take()] == [("a", 1), ("b", 3), None]
-    queue.done("a")
+    queue.end_work("a")
     assert queue.take() == ("a", 2)
 
 

@@ -47,17 +47,15 @@ def test_a_number_beyond_all_floats_is_refused_in_a_short_message(name: str, dig
 
 def test_open_choices_are_the_requests_then_the_models_then_ours() -> None:
     asked = SamplingParams(temperature=0.1)
-    found = asked.resolved({"temperature": 0.5, "top_p": 0.8})
+    found = asked.resolve({"temperature": 0.5, "top_p": 0.8})
     assert (found.temperature, found.top_p, found.top_k) == (0.1, 0.8, 40)
     assert (found.min_p, found.repetition_penalty) == (0.0, 1.0)
 
 
 def test_a_model_that_is_not_sampled_keeps_its_penalty() -> None:
-    greedy = SamplingParams().resolved({"do_sample": False, "temperature": 0.5, "repetition_penalty": 1.1})
+    greedy = SamplingParams().resolve({"do_sample": False, "temperature": 0.5, "repetition_penalty": 1.1})
     assert (greedy.temperature, greedy.repetition_penalty) == (0.0, 1.1)
-    assert (
-        SamplingParams(repetition_penalty=1.0).resolved({"repetition_penalty": 1.1}).repetition_penalty == 1
-    )
+    assert SamplingParams(repetition_penalty=1.0).resolve({"repetition_penalty": 1.1}).repetition_penalty == 1
 
 
 def test_best_of_is_how_many_are_generated_and_n_how_many_return() -> None:

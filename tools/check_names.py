@@ -5,14 +5,15 @@
 * a public class name is defined once in the package;
 * nothing of the package is imported under another name (`from plait.a import b as c`);
 * a function of a module is called by a verb, or by a noun where it is a cheap value. It has no participle
-  (`kept`, `held_by_name`), but for an adjective of the field before its noun (`paged_attention`, TERMS).
+  (`kept`, `held_by_name`), but for an adjective of the field before its noun (`paged_attention`, TERMS);
+* nor has a method, but for KEPT_METHODS. Properties and class methods that build (`of`) are free.
 """
 
 from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,6 +36,17 @@ TERMS = """
     padding paged pooling ragged reasoning required rising rounding running sampled sampling scaling shared
     started stored thinking timing trailing unscaled unused
 """
+# Methods that keep their participles, each with its reason. The list only shrinks.
+KEPT_METHODS = {
+    "Connection._unsupported_upgrade_warning": "uvicorn calls it",
+    "Decoder.hidden": "hidden states, a noun of the field",
+    "MtpHead.hidden": "hidden states",
+    "PlaneLayout.padded": "sources of GPU kernels call it: all that were compiled would be stale",
+    "SharedWeights.shared": "as Weights",
+    "SharedWeights.stored": "as Weights",
+    "Weights.shared": "mixers read weights by it, those of plug-ins too",
+    "Weights.stored": "mixers read weights by it, those of plug-ins too",
+}
 JOINING = "as at by for from in into of on over to under up with"
 
 
@@ -92,8 +104,32 @@ def participles(root: Path = ROOT) -> list[str]:
     ]
 
 
+def is_free(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether it is a value by its decorators: a property, or a class method, which builds."""
+    names = {ast.unparse(decorator).split("(")[0] for decorator in function.decorator_list}
+    return any(name.endswith(("property", ".setter", "classmethod")) for name in names)
+
+
+def participle_methods(root: Path = ROOT, kept: Mapping[str, str] = KEPT_METHODS) -> list[str]:
+    """Every method that is named by a participle, and each of `kept` that is not there any more."""
+    found, unused = [], dict(kept)
+    for where, tree in sources(root):
+        for owner in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+            for node in owner.body:
+                if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or is_free(node):
+                    continue
+                name = f"{owner.name}.{node.name}"
+                if is_named_by_participle(node.name) and unused.pop(name, kept.get(name)) is None:
+                    found.append(
+                        f"{where}:{node.lineno}: {name}() is named by a participle; a verb says what it does"
+                    )
+    return found + [
+        f"tools/check_names.py: {name} is no longer a method with a participle" for name in unused
+    ]
+
+
 def main() -> int:
-    found = [*repeated_classes(), *renamed_imports(), *participles()]
+    found = [*repeated_classes(), *renamed_imports(), *participles(), *participle_methods()]
     print("\n".join(found) if found else "names: every rule of tools/check_names.py holds")
     return 1 if found else 0
 

@@ -177,7 +177,7 @@ class Weights:
         value = self.read(name)
         if isinstance(value, Tensor):
             return self._numbers(name, value, shape)
-        return self._kept(self._matrix(name, value, shape))
+        return self._count(self._matrix(name, value, shape))
 
     def optional(
         self, name: str, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
@@ -186,9 +186,9 @@ class Weights:
 
     def weight(self, name: str, shape: tuple[int, int] | None = None) -> Weight:
         """A matrix in its own format, on the target's device."""
-        return self._kept(self._matrix(name, self.read(name), shape))
+        return self._count(self._matrix(name, self.read(name), shape))
 
-    def _kept(self, weight: Weight) -> Weight:
+    def _count(self, weight: Weight) -> Weight:
         self.target.weights_nbytes += weight.nbytes
         return weight
 
@@ -208,7 +208,7 @@ class Weights:
         """
         cut = self.find_cut(names[0])
         if cut is not None and cut.cols is not None:
-            return self._divided(names[0], in_size, out_sizes[0])
+            return self._divide(names[0], in_size, out_sizes[0])
         if rows is not None:
             return self._some_rows(names[0], (out_sizes[0], in_size), rows)
         target, full, before = self.target, self._full("+".join(names)), Counter(self.target.encoded)
@@ -229,7 +229,7 @@ class Weights:
             target.shelf.note(full, made, (in_size, out_sizes), target.encoded - before)
         return made
 
-    def _divided(self, name: str, in_size: int, out_size: int) -> Linear:
+    def _divide(self, name: str, in_size: int, out_size: int) -> Linear:
         """A linear layer of which this rank has some inputs, `in_size` of them."""
         full, bias = self._full(name), self.optional(f"{name}.bias", (out_size,))
         part, weight = self._part_of(f"{name}.weight"), as_weight(self.read(f"{name}.weight"), full)
@@ -252,7 +252,7 @@ class Weights:
         return made
 
     def _one(self, name: str, weight: Weight, bias: Tensor | None, change: FactorPart) -> Linear:
-        weight, target = self._encoded(name, weight.to(self.target.device)), self.target
+        weight, target = self._encode(name, weight.to(self.target.device)), self.target
         made = Linear([weight], [bias], self.bind, target.dtype, target.activations)
         if target.adapters:
             target.adapters.attach({self._full(name): change}, made, (made.n_out,), self.bind)
@@ -295,7 +295,7 @@ class Weights:
         made = []
         for name, out in zip(names, out_sizes, strict=True):
             stored = f"{name}.weight"  # of an expert with divided inputs: one share, one range
-            made.append(self._encoded(name, self._matrix(stored, self.read(stored), (out, in_size))))
+            made.append(self._encode(name, self._matrix(stored, self.read(stored), (out, in_size))))
         return made
 
     def _from_shelf(
@@ -312,7 +312,7 @@ class Weights:
             at += count
         return [kept for kept, _ in parts], joined
 
-    def _encoded(self, name: str, weight: Weight) -> Weight:
+    def _encode(self, name: str, weight: Weight) -> Weight:
         """A plain weight of a linear layer in the requested blocks, where its rows are whole blocks."""
         target = self.target
         if target.quantize is None:
@@ -357,7 +357,7 @@ class Weights:
         shared = {n: getattr(target, n) for n in ("block_size", "kv_dtype", "state_dtype", "deterministic")}
         return OpFacts(target.platform, target.dtype, shared | dict(sizes), target.executor, target.chip)
 
-    def unused(self) -> list[str]:
+    def list_unused(self) -> list[str]:
         """Their tensors that no mixer read and the family does not ignore."""
         ignored = self.names.ignored
         self._used.update(list_dropped(self.cuts, self.names, self.checkpoint))
@@ -369,7 +369,7 @@ class Weights:
 
         Raises UnusedTensor: a tensor left over means the model built is not the one in the file.
         """
-        if left := self.unused():
+        if left := self.list_unused():
             raise UnusedTensor(
                 f"the model does not use {len(left)} tensor(s) of the checkpoint: {list_some(left, 8)}. "
                 "Either the architecture was detected wrongly (see `plait info`) or the family is incomplete."

@@ -132,17 +132,17 @@ class ChatSession:
     def _set(self, text: str) -> str:
         name, _, value = text.partition(" ")
         if not name:
-            return "\n".join(f"  {one:<22} {self._shown(one)}" for one in SAMPLING_HELP)
+            return "\n".join(f"  {one:<22} {self._show(one)}" for one in SAMPLING_HELP)
         name = name.lstrip("-").replace("-", "_")
         if name not in SAMPLING_HELP:
             return f"{name} is not an option{suggest_word(name, tuple(SAMPLING_HELP)) or ':'} /set lists them"
         if not value.strip():
-            return f"{name} is {self._shown(name)}: {SAMPLING_HELP[name]}"
+            return f"{name} is {self._show(name)}: {SAMPLING_HELP[name]}"
         given: dict[str, Any] = {name: parse_value(value.strip())}
         self._params = replace(self._params, **given)  # which checks the value
-        return f"{name} is {self._shown(name)} now"
+        return f"{name} is {self._show(name)} now"
 
-    def _shown(self, name: str) -> str:
+    def _show(self, name: str) -> str:
         """An option's value as /set takes it; a default of the model, or nothing, is `none`."""
         value = getattr(self._params, name)
         return "none" if value is None else json.dumps(value, ensure_ascii=False)

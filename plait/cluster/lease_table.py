@@ -211,7 +211,7 @@ class LeaseTable:
             if able <= stream.refused_by:
                 continue
             num_tokens = len(stream.request.prompt_token_ids) + stream.num_tokens
-            excluded = self._excluded(stream, now)
+            excluded = self._list_excluded(stream, now)
             found = self._routes.choose(
                 stream.chain,
                 num_tokens,
@@ -313,7 +313,7 @@ class LeaseTable:
         self._routes.record_sent(route, stream.chain, lease.number)
         self.outbox.append((route.replica, OpenLease(lease.number, request, route.missing)))
 
-    def _excluded(self, stream: ClusterStream, now: float) -> set[str]:
+    def _list_excluded(self, stream: ClusterStream, now: float) -> set[str]:
         """Replicas that may not get it: no place, refused, a suspect there, or another arithmetic."""
         able = {name for name, known in self.replicas.items() if known.takes} - stream.refused_by
         able = {name for name in able if now - self.replicas[name].heard_s <= LATE_S} or able

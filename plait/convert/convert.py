@@ -198,7 +198,7 @@ def _gguf_plan(opened: Opened, model: Model, choice: StorageChoice) -> Conversio
     """The file's own names and metadata if it is GGUF; else llama.cpp's, or those that only Plait reads."""
     if isinstance(opened.checkpoint, GgufFile) and not is_own(opened.metadata) and not opened.config.set:
         kept = PassthroughTarget(model)
-        stored = _store_tensors(choice, kept, kept.made())
+        stored = _store_tensors(choice, kept, kept.list_made())
         text = vocabulary_keys(opened) if find_vocabulary(opened) else None
         left_out = SPLIT if text is None else (SPLIT, *CARRIED)
         metadata = opened.checkpoint.metadata
@@ -274,14 +274,14 @@ def _hf_plan(opened: Opened, model: Model, choice: StorageChoice) -> ConversionP
         return _with_storage(ConversionPlan(model, stored, config=target.config, notes=target.notes), choice)
     config = _raw_config(opened)
     if choice.quantize is None and isinstance(opened.checkpoint, QuantizedCheckpoint):
-        maps = (made.name for made in PassthroughTarget(model).made() if is_map(made))
+        maps = (made.name for made in PassthroughTarget(model).list_made() if is_map(made))
         choice.counts.update(opened.checkpoint.format_of(name) for name in maps)
         copied = Copied(opened.checkpoint.files)
         return ConversionPlan(
-            copied, _store_tensors(choice, copied, copied.made()), config=config, is_copy=True
+            copied, _store_tensors(choice, copied, copied.list_made()), config=config, is_copy=True
         )
     kept, config = PassthroughTarget(model), None if config is None else drop_packing(config)
-    made = kept.made()
+    made = kept.list_made()
     if choice.quantize in PACKED and len(apart := kept.apart(made)) > len(made) and _is_read(apart, config):
         made = apart
     return _with_storage(ConversionPlan(kept, _store_tensors(choice, kept, made), config=config), choice)

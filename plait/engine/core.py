@@ -160,7 +160,7 @@ class Engine:
         seconds, self._landed_s = ended - max(flight.began, self._landed_s), ended
         num_steps = count_steps(plan, sampled)
         add_steps(plan, self._choices, num_steps - plan.num_steps)  # below 0: a stop token saved some
-        nbytes = self.scheduler.memory.pools.moved_nbytes(plan)
+        nbytes = self.scheduler.memory.pools.count_moved(plan)
         self.metrics.count_steps(num_steps, plan.num_tokens, seconds)
         self.scheduler.costs.observe_plan(plan, num_steps, nbytes, seconds)
         self._show_progress(plan, ended)
@@ -230,10 +230,7 @@ class Engine:
         return {
             **self.scheduler.stats(),
             "num_places": self.scheduler.limits.max_num_seqs,
-            "reply_ms": round(self.metrics.reply_duration.average_s * 1e3),
-            "num_steps": self.metrics.num_steps,
-            "num_prompt_tokens": self.metrics.num_prompt_tokens,
-            "num_output_tokens": self.metrics.num_output_tokens,
+            **self.metrics.count_totals(),
         }
 
     def _end_hopeless(self) -> bool:
@@ -249,12 +246,14 @@ class Engine:
     def _drafts(self) -> tuple[Drafts, bool]:
         """(draft tokens by sequence id, whether the drafter must read the tokens of the next step)."""
         speculation = self.speculation
-        if speculation is None or speculation.rests(drafting := self.scheduler.drafting()):
+        if speculation is None or speculation.rests(drafting := self.scheduler.list_drafting()):
             return {}, False
         num_left = sum(s.num_left for s in self.scheduler.running)
         num_rows = min(num_left, self.scheduler.limits.max_num_batched_tokens)
         found = self._ask(lambda speculation: speculation.drafts(drafting, num_rows), NOTHING)
-        forced = {s.id: t for s in drafting if s.guide is not None and (t := s.guide.forced()[:MAX_FORCED])}
+        forced = {
+            s.id: t for s in drafting if s.guide is not None and (t := s.guide.find_forced()[:MAX_FORCED])
+        }
         return {**found, **forced}, self.speculation is not None and not self.speculation.is_resting
 
     def _ask(self, call: Callable[[Speculation], T], otherwise: T) -> T:

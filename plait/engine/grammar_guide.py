@@ -82,14 +82,14 @@ class GrammarGuide:
             self.error = error
             return True
 
-    def forced(self) -> tuple[int, ...]:
+    def find_forced(self) -> tuple[int, ...]:
         """Tokens that must come next: a draft that is always accepted."""
         if self.error is not None:
             return ()
         if self._watch is not None and self._watch.due:
             return self._watch.due
         try:
-            return self._grammar.forced() if self._grammar is not None else ()
+            return self._grammar.find_forced() if self._grammar is not None else ()
         except Exception as error:
             self.error = error
             return ()

@@ -151,7 +151,7 @@ def size_state(
     limit, state = config.memory_limit or int(free_memory * share), _StateMemory(model, config)
     requested, notes = _length(model, config)
     notes += list_unread(config, model.states, causal=model.causal, is_on_gpu=free_host is not None)
-    length = state.fitting_length(requested, limit)
+    length = state.find_length(requested, limit)
     if length < requested:
         if config.max_model_len is not None or length < 1:
             raise OutOfMemory(_too_small(state, requested, limit))
@@ -261,7 +261,7 @@ class _StateMemory:
         growing = (nbytes for name, nbytes in self.nbytes_per_block.items() if name not in self.bounded)
         return self.fixed_nbytes(length) + blocks * sum(growing)
 
-    def fitting_length(self, length: int, limit: int) -> int:
+    def find_length(self, length: int, limit: int) -> int:
         """The longest sequence up to `length` that fits, in whole blocks if shorter; 0: none does."""
         if self.one_sequence_nbytes(length) <= limit:
             return length
@@ -292,7 +292,7 @@ def _too_small(state: _StateMemory, length: int, limit: int) -> str:
     text = f"the state of one sequence of {length} tokens needs {gib(needed)}, and the limit is {gib(limit)}"
     if fixed:
         text += f"; {gib(fixed)} of it are windows and slots for {state.config.max_num_seqs} sequences"
-    fits = state.fitting_length(length, limit)
+    fits = state.find_length(length, limit)
     ways = [f"--max-model-len {fits} or less"] if fits else []
     ways += ["fewer --max-num-seqs"] if fixed and state.config.max_num_seqs > 1 else []
     return f"{text}. Start with {', or '.join([*ways, f'a --memory-limit of at least {needed}'])}"

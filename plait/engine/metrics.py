@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, get_args
 
 from plait.engine.waiting_work import ReplyDuration, estimate_waiting_s
@@ -62,6 +62,14 @@ class SchedulerCounts(Protocol):
     def stats(self) -> Mapping[str, int]: ...
 
 
+class StepGraphs(Protocol):
+    """The captured steps of a device, by kind (decode, check) and number of sequences. From any thread."""
+
+    def count_graphs(self) -> Mapping[tuple[str, str], int]: ...
+    def count_refusals(self) -> Mapping[tuple[str, str, str], int]:
+        """Steps that are not captured and run op by op; the last part is the cause."""
+
+
 class Histogram:
     """A histogram of observed values. One thread observes, any thread reads."""
 
@@ -90,7 +98,8 @@ class Histogram:
 class Metrics:
     """The numbers of one engine. Written by the engine's thread alone.
 
-    Totals start at zero with the engine and only grow.
+    Totals start at zero with the engine and only grow. `step_kind`: how steps run, as found at startup;
+    `graphs`: the captured steps of a device.
     """
 
     def __init__(self, scheduler: SchedulerCounts, clock: Callable[[], float] = time.monotonic) -> None:
@@ -104,6 +113,8 @@ class Metrics:
         self._histograms, (self._first_token, self._gap, self._whole, self._queue) = made, made[:4]
         self._step, self._step_tokens, self._prompt, self._output = made[4:]
         self.arithmetic = ""  # see `engine.fingerprint`; an engine's process sets it
+        self.step_kind = ""
+        self.graphs: StepGraphs | None = None
 
     def count_request(self, num_prompt_tokens: int) -> None:
         """Count a request that was taken."""
@@ -163,6 +174,7 @@ class Metrics:
         about = "Memory of the host that holds the state of sequences swapped out."
         yield _gauge("host_saved_bytes", about, stats["host_nbytes"])
         yield from _describe_disk(stats)
+        yield from self._describe_steps()
         for name, about in COUNTERS.items():
             yield _counter(name, about, getattr(self, f"num_{name}"))
         yield _counters("requests", "Choices of requests that ended.", "finish_reason", {**self._ended})
@@ -190,6 +202,32 @@ class Metrics:
         yield _gauge("waiting_seconds", "Seconds until what waits now would run, as estimated.", waiting_s)
         about = "Choices that run, of those that may run at once: 0 to 1."
         yield _gauge("places_used_ratio", about, stats["num_running"] / places)
+
+    def count_totals(self) -> Mapping[str, int]:
+        """Steps and tokens since startup, and graphs where there are any; safe from any thread."""
+        found = {
+            "reply_ms": round(self.reply_duration.average_s * 1e3),
+            "num_steps": self.num_steps,
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "num_output_tokens": self.num_output_tokens,
+        }
+        if self.graphs is not None:
+            found["num_graphs"] = sum(self.graphs.count_graphs().values())
+            found["num_refused_graphs"] = sum(self.graphs.count_refusals().values())
+        return found
+
+    def _describe_steps(self) -> Iterator[Family]:
+        """How steps run, and which are graphs, where there are any."""
+        if self.step_kind:
+            labels = {"kind": self.step_kind.partition(";")[0]}
+            about = "How steps run, as found at startup: recorded, as graphs, or op by op and why."
+            yield "plait_step_info", about, "gauge", (("plait_step_info", labels, 1.0),)
+        if self.graphs is not None:
+            about = "Captured steps, by kind and number of sequences."
+            yield _gauges("graphs", about, ("step", "sequences"), self.graphs.count_graphs().items())
+            about = "Captures that were refused: such steps run op by op, and slower."
+            refused = self.graphs.count_refusals()
+            yield _gauges("refused_graphs", about, ("step", "sequences", "cause"), refused.items())
 
     def _usage(self, stats: Mapping[str, int]) -> float:
         """Of blocks, or of the slots that running sequences can have: the larger share that is held."""
@@ -224,6 +262,15 @@ def _counters(name: str, about: str, label: str, values: Mapping[str, float]) ->
     """One sample for each value of the family's only label."""
     samples = ((f"plait_{name}_total", {label: value}, float(count)) for value, count in values.items())
     return f"plait_{name}", about, "counter", tuple(samples)
+
+
+def _gauges(
+    name: str, about: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], int]]
+) -> Family:
+    """A gauge with one sample for each row of values of its labels."""
+    name = f"plait_{name}"
+    samples = ((name, dict(zip(labels, row, strict=True)), float(n)) for row, n in sorted(rows))
+    return name, about, "gauge", tuple(samples)
 
 
 def _describe_disk(stats: Mapping[str, int]) -> Iterator[Family]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from plait.engine.admission import OnEvent
 from plait.engine.core import Engine
 from plait.engine.fingerprint import NO_FINGERPRINT
-from plait.errors import EngineError, QueueFull
+from plait.errors import DeviceLost, EngineError, QueueFull
 from plait.request import Request
 
 if TYPE_CHECKING:
@@ -202,11 +202,22 @@ class EngineLoop:
             self.engine.audit()
         return commands
 
+    def fail(self, error: BaseException) -> None:
+        """Open requests end with this error, and none is taken any more: the engine's thread waits for ever.
+
+        For other threads.
+        """
+        log.error("the engine waits for ever, and takes no more requests: %s", error)
+        self._die(error)
+
     def _die(self, error: BaseException) -> None:
         with self._wake:
+            if self.fault is not None:
+                return
             self.fault = error
             commands, self._commands = self._commands, deque()
-        shown = EngineError(f"the engine stopped: {type(error).__name__}: {error}")
+        kind = type(error) if isinstance(error, DeviceLost) else EngineError
+        shown = kind(f"the engine stopped: {type(error).__name__}: {error}")
         shown.__cause__ = error
         self.engine.fail_all(shown)
         for command in commands:  # requests on their way become open, and end like the rest

@@ -83,7 +83,7 @@ def check_unconstrained(grammar: Grammar | None, thinking: ThinkingBudget | None
 def resolve(params: SamplingParams, generation_config: Mapping[str, object]) -> SamplingParams:
     """With every open parameter filled in; a beam search takes none of the model's defaults for draws."""
     if not params.use_beam_search:
-        return params.resolved(generation_config)
+        return params.resolve(generation_config)
     return replace(params, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0)
 
 

@@ -221,7 +221,7 @@ class Front:
             boundaries=tuple(at - cut for at in terms.cache_at if at > cut) if self.needs_boundaries else (),
         )
         wrote = self.tokenizer.name if self.tokenizer and isinstance(prompt, str) else ""
-        return self.tried(self.held(self.limits.admit(request, wrote), grammar))
+        return self.try_grammars(self.constrain(self.limits.admit(request, wrote), grammar))
 
     def _negative(
         self, params: SamplingParams, ids: tuple[int, ...], allow_special: bool
@@ -240,27 +240,27 @@ class Front:
             found = self.encode(text, allow_special=allow_special) or found
         return found, replace(params, negative_prompt=None)
 
-    def shaped(
+    def shape_reply(
         self, request: Request, shape: ReplyShape, requested: Grammar | None, num_thinking: int | None
     ) -> Request:
         """The same request for a reply of this shape, with content as `requested` describes it.
 
         `num_thinking`: tokens of thinking at most. Raises InvalidField for tools or a choice of them that
-        cannot be honoured. Grammars are not tried out yet: see `untried`.
+        cannot be honoured. Grammars are not tried out yet: see `list_untried`.
         """
         grammar = self.reply_format.grammar(requested, shape)
         if grammar is not None and not shape.thinks:
             shape = replace(shape, may_think=False)
-        held = self.held(request, grammar, self.reply_format.budget(num_thinking, shape))
+        held = self.constrain(request, grammar, self.reply_format.budget(num_thinking, shape))
         is_read = self.reply_format.reader(shape) is not None
         return replace(held, shape=shape if is_read else None)
 
-    def held(
+    def constrain(
         self, request: Request, grammar: Grammar | None, thinking: ThinkingBudget | None = None
     ) -> Request:
         """The same request, constrained: every choice matches `grammar` and thinks as `thinking` allows.
 
-        The grammar is not tried out yet: see `untried`. Raises BadGrammar for one that is too large, and
+        The grammar is not tried out yet: see `list_untried`. Raises BadGrammar for one that is too large, and
         InvalidField with a beam search.
         """
         if request.params.use_beam_search:
@@ -268,13 +268,13 @@ class Front:
         if grammar is not None:
             if self.grammars is None:
                 raise BadGrammar(f"{self.name} has no tokenizer, so no grammar can be kept", grammar.param)
-            grammar = grammar.styled(self._style)
+            grammar = grammar.with_style(self._style)
             self.grammars.check_size(grammar)
         # A reply ends where its grammar does, even with ignore_eos.
         stops = request.stop_token_ids | self.stop_token_ids if grammar else request.stop_token_ids
         return replace(request, grammar=grammar, thinking=thinking, stop_token_ids=stops)
 
-    def untried(self, request: Request) -> list[Grammar]:
+    def list_untried(self, request: Request) -> list[Grammar]:
         """The grammars that must be found good before a request may go to the engine; the last is its own.
 
         They go to `grammars.submit` or `grammars.check`, and the request's own comes back with a form.
@@ -282,11 +282,11 @@ class Front:
         if request.grammar is None or request.grammar.form:
             return []
         tools = () if request.shape is None else self.reply_format.schemas(request.shape)
-        return [*(schema.styled(self._style) for schema in tools), request.grammar]
+        return [*(schema.with_style(self._style) for schema in tools), request.grammar]
 
-    def tried(self, request: Request) -> Request:
+    def try_grammars(self, request: Request) -> Request:
         """The same request, its grammars tried out; blocks. Raises BadGrammar and CapacityError."""
-        for grammar in self.untried(request):
+        for grammar in self.list_untried(request):
             assert self.grammars is not None
             request = replace(request, grammar=self.grammars.check(grammar, request.timeout_s))
         return request
@@ -317,7 +317,7 @@ class Front:
             shape = ReplyShape(
                 is_open=self.reply_format.is_open(prompt), has_begun=self.reply_format.has_begun(prompt)
             )
-            request = self.tried(self.held(request, self.reply_format.grammar(requested, shape)))
+            request = self.try_grammars(self.constrain(request, self.reply_format.grammar(requested, shape)))
         if not self.needs_boundaries or not self.chat_template:
             return request
         found = boundaries(self.chat_template, messages, ids, options, terms.cache_at)

@@ -52,7 +52,7 @@ class WordRules:
                 raise InvalidField(text, "allowed_token_ids")
         return found
 
-    def _needed(self, name: str) -> Tokenizer:
+    def _need_tokenizer(self, name: str) -> Tokenizer:
         if self._tokenizer is None:
             text = f"{name}: the model has no tokenizer, so no text is known; name a vocabulary with --vocab"
             raise InvalidField(text, name)
@@ -60,7 +60,7 @@ class WordRules:
 
     def _word_ids(self, words: Sequence[str]) -> Words:
         """Each word as vLLM bans it: alone and behind a space; and as it continues a text."""
-        tokenizer = self._needed("bad_words")
+        tokenizer = self._need_tokenizer("bad_words")
         found: dict[tuple[int, ...], None] = {}
         for word in words:
             plain = word.lstrip() or word
@@ -72,7 +72,7 @@ class WordRules:
     def _bias(self, texts: Mapping[str, float]) -> dict[int, float]:
         """Each token of a text gets its bias; of a token in two texts the later one counts, as llama.cpp has
         it."""
-        tokenizer, found = self._needed("logit_bias_strings"), dict[int, float]()
+        tokenizer, found = self._need_tokenizer("logit_bias_strings"), dict[int, float]()
         for text, bias in texts.items():
             found.update(dict.fromkeys(encode_inside(tokenizer, text), bias))
         if len(found) > MOST_IDS:
@@ -85,12 +85,12 @@ class WordRules:
         if self._tokenizer is None:
             if texts == SamplingParams.dry_sequence_breakers:
                 return ()
-            self._needed("dry_sequence_breakers")
+            self._need_tokenizer("dry_sequence_breakers")
         with self._lock:
             if texts in self._breakers:
                 self._breakers.move_to_end(texts)
                 return self._breakers[texts]
-        found = _find_breakers(self._needed("dry_sequence_breakers"), texts) if texts else ()
+        found = _find_breakers(self._need_tokenizer("dry_sequence_breakers"), texts) if texts else ()
         with self._lock:
             self._breakers[texts] = found
             while len(self._breakers) > MOST_KEPT:

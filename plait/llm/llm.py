@@ -280,7 +280,7 @@ class LLM:
         results: list[RequestOutput] = []
         try:
             for request, text, params in asked:
-                while len(open_streams) >= most or (stream := self._submitted(request, open_streams)) is None:
+                while len(open_streams) >= most or (stream := self._submit(request, open_streams)) is None:
                     results.append(collect(*open_streams[0]))
                     open_streams.popleft()
                 open_streams.append((stream, text, params))
@@ -290,7 +290,7 @@ class LLM:
                 stream.cancel()
             raise
 
-    def _submitted(self, request: Request, others: Collection[object]) -> OutputStream | None:
+    def _submit(self, request: Request, others: Collection[object]) -> OutputStream | None:
         """Submit a request; None if the queue is full until `others` of ours finish."""
         try:
             return self.front.submit(request, None)

@@ -13,6 +13,7 @@ from plait.engine.device import choose_device, free_memory, memory_of, open_devi
 from plait.engine.grammar_guide import Guides
 from plait.engine.host_memory import describe_memory, size_on_host
 from plait.engine.memory_plan import ModelFacts, Sizing, gib
+from plait.engine.thread import EngineLoop
 from plait.errors import ConfigError
 from plait.frontend.frontend import Front, Language
 from plait.kernels.load import sampling_kernels, turn_kernels, turn_tables
@@ -29,6 +30,7 @@ from plait.loading.packed_cache import list_shelves, shelf_of
 from plait.loading.probe_scorer import open_settled
 from plait.loading.target import (
     agreement_of,
+    check_deterministic,
     check_device,
     choose_rank,
     config_of_ranks,
@@ -45,6 +47,7 @@ from plait.ops.rope import rope_notes
 from plait.runner.host.mtp import MtpDrafter
 from plait.runner.ranks.group import RankGroup
 from plait.runner.ranks.group_comm import GroupComm
+from plait.runner.ranks.guard import RankGuard
 from plait.runner.ranks.messages import Prepare
 from plait.runner.runner import ModelRunner
 from plait.runner.sampler import Sampler
@@ -56,17 +59,6 @@ from plait.text.tokenizers.tokenizer import Tokenizer
 
 log = logging.getLogger("plait")
 step_log = logging.getLogger("plait.step")
-# Ops that sum over more than one row's own numbers, in an order that a library may choose by the batch.
-MIXING = {
-    *("linear", "paged_attention", "paged_latent_attention", "map_heads", "experts", "add_low_rank"),
-    *("choose_keys", "sparse_latent_attention", "choose_blocks", "block_sparse_attention"),
-    *("choose_entries", "entry_attention"),
-}
-# Of those for GPUs the ones in which a row's bits depend on that row alone, whatever shares the step.
-APART = {
-    *(("paged_attention", "triton"), ("paged_latent_attention", "triton")),
-    *(("linear", "one form"), ("map_heads", "one form"), ("experts", "one form")),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +117,12 @@ def load(
             found[0].chat_template.start(is_chosen=config.chat_template is not None)
         return found[0].tokenizer
 
-    built = build(model, config, on_progress or _silent, on_open, example)
+    guards: list[RankGuard] = []
+    built = build(model, config, on_progress or _silent, on_open, example, guards)
     front = make_front(built.opened.files.name, built, found[0], config)
+    for guard in guards:
+        assert isinstance(front.loop, EngineLoop)
+        guard.on_stuck = front.loop.fail
     return Loaded(built.opened, config, built.runner, built.sizing, built.target, front, built.drafter)
 
 
@@ -136,9 +132,11 @@ def build(
     report: Progress,
     on_open: Callable[[Opened], Tokenizer | None],
     example: Chip | None = None,
+    guards: list[RankGuard] | None = None,
 ) -> Built:
     """Load a model and make an engine over it. `on_open` receives the headers and finds the tokenizer.
 
+    `guards` receives the guard of its ranks, if there are any; None: the whole process ends with a rank.
     Raises what `open_settled` and `on_open` raise, ConfigError and OutOfMemory.
     """
     report("reading headers", 0, 1)
@@ -150,9 +148,13 @@ def build(
     ranks = RankGroup(rank, model, config_of_ranks(config)) if rank.size > 1 else None
     try:
         if ranks:
+            if guards is not None:
+                guards.append(RankGuard(ranks))
             open_device(device)
             ranks.wait_joined()
         cuts = find_cuts(opened, rank, ranks.meeting if ranks else None, device)
+        if ranks and isinstance(cuts.comm, GroupComm):
+            ranks.abort = cuts.comm.abort
         target = make_target(opened, device, example, is_interpreted=example is not None, cuts=cuts)
         target.ranks = ranks
         return _build_for(target, opened, report, on_open)
@@ -222,7 +224,7 @@ def _build(
     op_by_op = Binding("step", "op by op", "", (("recorded", runner.step_kind),))
     target.bound.append(recorded if runner.is_recorded else op_by_op)
     if config.deterministic:
-        _check_deterministic(target)
+        check_deterministic(target)
     report("ready", 1, 1)  # before there is a thread, because `report` may raise to cancel the loading
     disk = None
     if config.cache_disk is not None:
@@ -344,23 +346,6 @@ def _proposer(
         banned = banned_ids(opened, tokenizer)
         return draft_by_head(drafter, opened, target, sizing.max_model_len, banned)
     return load_draft(drafter, config, target, sizing.max_model_len, tokenizer, report)
-
-
-def loose_ops(target: Target) -> dict[str, str]:
-    """Ops with rounding that may depend on the batch, and the variant that was bound for each."""
-    mixing = (b for b in target.bound if b.op in MIXING and not b.variant.startswith("native"))
-    return {b.op: b.variant for b in mixing if (b.op, b.variant) not in APART}
-
-
-def _check_deterministic(target: Target) -> None:
-    """Raises ConfigError if an op is bound to a variant with rounding that may depend on the batch."""
-    if loose := loose_ops(target):
-        shown = ", ".join(f"{op} ({variant})" for op, variant in sorted(loose.items()))
-        where = target.chip.name if target.chip else target.device.type
-        raise ConfigError(
-            f"deterministic: on {where} this model runs {shown}, so rounding may change with the batch; "
-            "leave the option out, or run on a CPU (--cpu) with native kernels and without --ops reference"
-        )
 
 
 def describe_for_sizing(decoder: Decoder, target: Target) -> ModelFacts:

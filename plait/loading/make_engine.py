@@ -12,6 +12,7 @@ from plait.config import EngineConfig
 from plait.engine.core import Engine
 from plait.engine.flight import StepRunner
 from plait.engine.memory_plan import Sizing
+from plait.engine.metrics import StepGraphs
 from plait.engine.thread import EngineLoop
 from plait.errors import BadGrammar
 from plait.frontend.frontend import Front, Language, Parsers
@@ -33,12 +34,16 @@ TEXT_NBYTES = 192 << 20  # of memory for a tokenizer, its table and the thread t
 
 class RowKeeper(StepRunner, Protocol):
     """`keeps_rows`: steps keep recurrent state behind the rows for which a chunk has slots; `ends_steps`:
-    several steps of a plan end behind a stop token."""
+    several steps of a plan end behind a stop token. `step_kind`, `graphs`: see `Metrics`."""
 
     @property
     def keeps_rows(self) -> bool: ...
     @property
     def ends_steps(self) -> bool: ...
+    @property
+    def step_kind(self) -> str: ...
+    @property
+    def graphs(self) -> StepGraphs | None: ...
 
 
 def make_engine(
@@ -76,9 +81,11 @@ def make_engine(
             is_even=is_even,
         )
     longest = sizing.max_model_len
-    return Engine(
+    engine = Engine(
         runner, scheduler, vocab_size=spec.vocab_size, max_model_len=longest, speculation=speculation
     )
+    engine.metrics.step_kind, engine.metrics.graphs = runner.step_kind, runner.graphs
+    return engine
 
 
 def draft_with_head(

@@ -109,7 +109,7 @@ def keep(shelf: Shelf, opened: Opened, target: Target, limit: int) -> str:
 
     limit: bytes that the folder may hold in all.
     """
-    folder, needed = shelf.path.parent, shelf.needed()
+    folder, needed = shelf.path.parent, shelf.count_needed()
     if shelf.is_full:
         return f"packed weights: {gib(shelf.nbytes)} are kept in {shelf.path}"
     if not needed:

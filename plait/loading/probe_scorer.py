@@ -121,22 +121,22 @@ class ModelScorer:
 
     def quantities(self, values: Mapping[str, object]) -> list[Quantity]:
         """What is open under these values."""
-        return quantities(self._resolved(values))
+        return quantities(self._resolve(values))
 
     def identity(self, values: Mapping[str, object]) -> str:
         """A text that is equal for equal models: the spec, and what of the config is no part of it."""
-        found = self._resolved(values)
+        found = self._resolve(values)
         return f"{found.spec!r} {found.config.get('norm_offset') or 0.0}"
 
     def losses(self, values: Mapping[str, object], tokens: int) -> list[float]:
         """Nats for each token of the text but the first. Raises what building a model does."""
         ids = self._ids[:tokens]
-        runner = self._runner(self._resolved(values))
+        runner = self._runner(self._resolve(values))
         logits = runner.logits(ids, tokens)[:-1]
         losses = F.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none")
         return [float(loss) for loss in losses]
 
-    def _resolved(self, values: Mapping[str, object]) -> Resolved:
+    def _resolve(self, values: Mapping[str, object]) -> Resolved:
         return with_values(self._opened, values)
 
     def _runner(self, found: Resolved) -> ModelRunner:

@@ -44,6 +44,17 @@ from plait.runner.ranks.group_comm import GroupComm
 from plait.version import __version__
 
 log = logging.getLogger("plait")
+# Ops that sum over more than one row's own numbers, in an order that a library may choose by the batch.
+MIXING = {
+    *("linear", "paged_attention", "paged_latent_attention", "map_heads", "experts", "add_low_rank"),
+    *("choose_keys", "sparse_latent_attention", "choose_blocks", "block_sparse_attention"),
+    *("choose_entries", "entry_attention"),
+}
+# Of those for GPUs the ones in which a row's bits depend on that row alone, whatever shares the step.
+APART = {
+    *(("paged_attention", "triton"), ("paged_latent_attention", "triton")),
+    *(("linear", "one form"), ("map_heads", "one form"), ("experts", "one form")),
+}
 
 
 def make_target(
@@ -196,3 +207,20 @@ def agreement_of(opened: Opened, rank: Rank) -> str:
     parts = (__version__, hash_code(COMPUTES), digest_model(opened), divided)
     options = json.dumps(asdict(config_of_ranks(opened.config)), sort_keys=True)
     return hashlib.blake2b(f"{parts}{options}".encode(), digest_size=16).hexdigest()
+
+
+def loose_ops(target: Target) -> dict[str, str]:
+    """Ops with rounding that may depend on the batch, and the variant that was bound for each."""
+    mixing = (b for b in target.bound if b.op in MIXING and not b.variant.startswith("native"))
+    return {b.op: b.variant for b in mixing if (b.op, b.variant) not in APART}
+
+
+def check_deterministic(target: Target) -> None:
+    """Raises ConfigError if an op is bound to a variant with rounding that may depend on the batch."""
+    if loose := loose_ops(target):
+        shown = ", ".join(f"{op} ({variant})" for op, variant in sorted(loose.items()))
+        where = target.chip.name if target.chip else target.device.type
+        raise ConfigError(
+            f"deterministic: on {where} this model runs {shown}, so rounding may change with the batch; "
+            "leave the option out, or run on a CPU (--cpu) with native kernels and without --ops reference"
+        )

@@ -61,7 +61,7 @@ class TextSource:
         if unread := list_unread(generation_config):
             log.warning("%s of %s: %s, not read", NAME, self.name, ", ".join(unread))
         try:
-            SamplingParams().resolved(generation_config)
+            SamplingParams().resolve(generation_config)
         except InvalidField as error:
             raise BadFile(f"generation_config.json of {self.name}: {error}") from error
         template = load_chat_template(

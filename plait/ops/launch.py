@@ -24,7 +24,7 @@ LAUNCH_OPTIONS: Mapping[str, object] = {"enable_fp_fusion": True}
 class LaunchWatcher(Protocol):
     """Sees launches in place of the device; it has to call `run` itself, now and when it likes again."""
 
-    def launched(
+    def record_launch(
         self, name: str, run: Callable[[], None], tensors: Sequence[Tensor], rest: tuple[object, ...]
     ) -> None: ...
 
@@ -59,7 +59,9 @@ def launch(kernel: Any, grid: Grid, *args: object, **constants: object) -> None:
         return
     tensors = [value for value in args if isinstance(value, Tensor)]
     numbers = tuple(value for value in args if not isinstance(value, Tensor))
-    _here.watchers[-1].launched(kernel.fn.__name__, run, tensors, (grid, numbers, *sorted(constants.items())))
+    _here.watchers[-1].record_launch(
+        kernel.fn.__name__, run, tensors, (grid, numbers, *sorted(constants.items()))
+    )
 
 
 def _run_where_it_lies(

@@ -76,7 +76,7 @@ class Variant:
         """The module of what computes it, be it a function or one that prepares weights first (`Packing`)."""
         return str(getattr(getattr(self.fn, "apply", self.fn), "__module__", ""))
 
-    def bound(self, executor: object) -> Bound:
+    def bind(self, executor: object) -> Bound:
         """What is called with the op's own arguments."""
         if not self.native:
             return self.fn
@@ -192,7 +192,7 @@ class Op:
 
         return register
 
-    def allowed(self, variant: Variant, dtype: torch.dtype) -> float:
+    def find_tolerance(self, variant: Variant, dtype: torch.dtype) -> float:
         """How far, absolutely and relatively, a variant may be from the reference."""
         return (variant.tolerance or self.tolerance)[dtype]
 
@@ -205,7 +205,7 @@ class Op:
             elif reason := variant.refusal(facts) or why_rejected(self.name, variant, facts):
                 skipped.append((variant.name, reason))
             else:
-                return variant.bound(facts.executor), self._row(variant.name, user, skipped)
+                return variant.bind(facts.executor), self._row(variant.name, user, skipped)
         return self.reference, self._row("reference", user, skipped)
 
     def bind_parts(

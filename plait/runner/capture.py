@@ -117,7 +117,7 @@ class StepCapture(TorchDispatchMode):
             self._runs.append(lambda: _repeat(func, args, kwargs, out if made else None))
         return out
 
-    def launched(
+    def record_launch(
         self, name: str, run: Callable[[], None], tensors: Sequence[Tensor], rest: tuple[object, ...]
     ) -> None:
         """Record a launch of a kernel of ours, and run it: now, and at each replay."""

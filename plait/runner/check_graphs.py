@@ -125,7 +125,7 @@ class CheckGraphs:
         except (CannotRecord, KernelFailed, RuntimeError) as error:
             self.refused[key.size] = str(error)
             what = f"steps that check drafts, of {key.size.tokens} tokens of {key.size.seqs} sequences,"
-            self._backend.refusals.refuse(what, error)
+            self._backend.refusals.refuse(what, error, "check", key.size.seqs)
             return False
         return True
 

@@ -10,7 +10,8 @@ check drafts have graphs of their own (`check_graphs`), and the host waits for t
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -114,6 +115,16 @@ class DeviceReplay:
         shown = f"those of {sizes} are captured" if sizes else "each is captured when it is first needed"
         return f"decodes of up to {self.batch.rows} sequences are graphs, {shown}; prompts run op by op"
 
+    def count_graphs(self) -> Mapping[tuple[str, str], int]:
+        """Captured steps by kind and number of sequences; safe from any thread."""
+        checks = [*self.checks.graphs] if self.checks else []
+        decodes = [("decode", str(key.bucket)) for key in [*self._graphs]]
+        return Counter([*decodes, *(("check", str(key.size.seqs)) for key in checks)])
+
+    def count_refusals(self) -> Mapping[tuple[str, str, str], int]:
+        """Captures that were refused, as `CaptureRefusals` counts them; safe from any thread."""
+        return self._backend.refusals.counts.copy()
+
     def show(self, observe: Observe) -> None:
         """Show every step's hidden states from now on. Graphs that leave none are captured again."""
         shape, embed = (self.batch.rows, self._decoder.spec.hidden_size), self._decoder.embed
@@ -149,7 +160,7 @@ class DeviceReplay:
             try:
                 return self._prepare_graph(bucket, HEAVIEST, self._kinds[-1])
             except torch.OutOfMemoryError as error:
-                self._backend.refusals.refuse(f"steps of {bucket} sequences", error)
+                self._backend.refusals.refuse(f"steps of {bucket} sequences", error, "decode", bucket)
         return None
 
     def _prepare_graph(self, bucket: int, row: SamplingRow, has_adapters: bool = False) -> CapturedStep:
@@ -247,7 +258,7 @@ class DeviceReplay:
             graph = self._graphs[key] = self._capture(key)
         except (CannotRecord, KernelFailed, RuntimeError) as error:
             self._refused[key] = str(error)
-            self._backend.refusals.refuse(f"steps of {key.bucket} sequences", error)
+            self._backend.refusals.refuse(f"steps of {key.bucket} sequences", error, "decode", key.bucket)
             return None
         finally:  # what was captured has run over the tables
             self._tables.move_on()
@@ -275,7 +286,7 @@ class DeviceReplay:
         common: logits of a large batch are hundreds of MB, and small results would divide large free blocks.
         """
         batch, size = self.batch, self._store.block_size
-        active, ids, positions, lens = batch.moving(key.bucket)
+        active, ids, positions, lens = batch.list_moving(key.bucket)
         mappings = {
             group.name: self._locate(positions, batch.table(g, key.bucket), size)
             for g, group in enumerate(self._groups)

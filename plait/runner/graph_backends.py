@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
@@ -11,7 +12,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from plait.errors import ConfigError, RankLost, clip_text
+from plait.errors import CannotRecord, ConfigError, KernelFailed, RankLost, clip_text
 from plait.kernels.load import load_for_gpu
 from plait.ops.chip import Chip
 from plait.ops.launch import capture_launches, watch_launches
@@ -23,13 +24,17 @@ log = logging.getLogger("plait")
 
 
 class CaptureRefusals:
-    """Logs what cannot be captured: each cause once, however many sizes and kinds of steps it has."""
+    """Logs what cannot be captured: each cause once, however many sizes and kinds of steps it has.
+
+    `counts`: of refusals, by kind of step, its sequences ("any" at startup) and cause.
+    """
 
     def __init__(self, num_ranks: int = 1) -> None:
         self._num_ranks, self._named = num_ranks, set[str]()
+        self.counts: Counter[tuple[str, str, str]] = Counter()
 
-    def refuse(self, what: str, error: Exception) -> str:
-        """Log that such steps run op by op, and return why.
+    def refuse(self, what: str, error: Exception, kind: str, num_seqs: int | None = None) -> str:
+        """Log that such steps run op by op, count that, and return why.
 
         Raises RankLost for a lack of memory where there are several ranks: the others have captured the step,
         and would wait for what this one does not run.
@@ -37,6 +42,7 @@ class CaptureRefusals:
         why = clip_text(" ".join(str(error).split()), 300)
         if self._num_ranks > 1 and is_lack(error):
             raise RankLost(f"{what} cannot be captured, and other ranks wait for them: {why}") from error
+        self.counts[kind, "any" if num_seqs is None else str(num_seqs), _cause_of(error)] += 1
         if why not in self._named:
             self._named.add(why)
             log.warning("%s are not captured, and run op by op, as all others with this cause: %s", what, why)
@@ -46,6 +52,14 @@ class CaptureRefusals:
 def is_lack(error: Exception) -> bool:
     """Whether a device had too little memory."""
     return isinstance(error, torch.OutOfMemoryError) or OUT_OF_MEMORY in str(error).lower()
+
+
+def _cause_of(error: Exception) -> str:
+    """The kind of refusal, as metrics have it."""
+    if is_lack(error):
+        return "memory"
+    causes = {CannotRecord: "unsupported", KernelFailed: "kernel"}
+    return next((cause for kind, cause in causes.items() if isinstance(error, kind)), "driver")
 
 
 class CapturedStep(Protocol):
@@ -222,7 +236,7 @@ class _Names:
     def __init__(self) -> None:
         self.seen: list[str] = []
 
-    def launched(
+    def record_launch(
         self, name: str, run: Callable[[], None], tensors: Sequence[Tensor], rest: tuple[object, ...]
     ) -> None:
         self.seen.append(name)

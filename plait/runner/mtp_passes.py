@@ -79,7 +79,7 @@ def record_passes(
     static = StaticBatch(capacity, groups, store.block_size)
     batch, largest = view_as_batch(static, groups), sampler.plain_largest
     before = torch.zeros(capacity.tokens, head.fc.n_out)
-    with threads.recording(capacity.tokens, capacity.logits) as table, ViewsOnly():
+    with threads.record(capacity.tokens, capacity.logits) as table, ViewsOnly():
         hidden = head.hidden(batch, store, before)
         logits = head.logits(head.keep_last(hidden, batch, before))
         found = largest(logits) if largest else None

@@ -34,8 +34,8 @@ Largest = Callable[[Tensor], tuple[Tensor, Tensor]]
 class NativeExecutor(NativeThreads, Protocol):
     """Threads that also record launches (`kernels.cpu.runtime.executor`)."""
 
-    def recording(self, tokens: int, logits: int) -> Any: ...
-    def keeping_rows(self, row_slots: Tensor) -> AbstractContextManager[set[tuple[int, int]]]: ...
+    def record(self, tokens: int, logits: int) -> Any: ...
+    def keep_rows(self, row_slots: Tensor) -> AbstractContextManager[set[tuple[int, int]]]: ...
 
 
 # What most calls return: a size, an address. No torch call writes these.
@@ -130,8 +130,8 @@ def record_step(
     `largest`: finds the largest of each row of logits; it is left out if it cannot be recorded.
     """
     batch, capacity = view_as_batch(static, groups), static.capacity
-    recording = executor.recording(capacity.tokens, capacity.logits)
-    with recording as table, executor.keeping_rows(torch.from_numpy(static.row_slots)) as kept, ViewsOnly():
+    recording = executor.record(capacity.tokens, capacity.logits)
+    with recording as table, executor.keep_rows(torch.from_numpy(static.row_slots)) as kept, ViewsOnly():
         hidden = decoder.hidden(batch, store)  # held by the results, so that nothing takes its place
         logits = decoder.logits(hidden, batch)
         found = _record_largest(largest, logits) if largest else None
@@ -155,7 +155,7 @@ def keep_planned_rows(plan: StepPlan, executor: NativeExecutor | None) -> Abstra
     slots: list[int] = []
     for chunk in plan.chunks:
         slots += [0] * (len(chunk.token_ids) - 1 - len(chunk.row_slots)) + [*chunk.row_slots, 0]
-    return executor.keeping_rows(torch.tensor(slots))
+    return executor.keep_rows(torch.tensor(slots))
 
 
 def record_program(

@@ -49,6 +49,7 @@ class ModelRunner:
         self.decoder, self.store, self.sampler, self.device = decoder, store, sampler, device
         self.groups, self.executor = block_groups(decoder.states), executor
         self.replay: Replay | None = None
+        self.graphs: DeviceReplay | None = None  # which is `replay`, on a device
         self.is_recorded = self.keeps_rows = self.ends_steps = False  # see `make_engine.RowKeeper`
         self.step_kind = "op by op: no recording was requested"
         native = self._native = None if isinstance(executor, GraphBackend) else executor
@@ -98,19 +99,19 @@ class ModelRunner:
     @property
     def bindings(self) -> Sequence[Binding]:
         """Which variants were bound for what is around a captured step."""
-        return self.replay.bindings if isinstance(self.replay, DeviceReplay) else ()
+        return self.graphs.bindings if self.graphs else ()
 
     def _replay_on_device(self, capacity: Capacity, graphs: GraphBackend, observe: Observe | None) -> None:
         """Run steps without waits; decodes that cannot be captured op by op. Raises DeviceLost."""
         parts = self.decoder, self.store, self.sampler, self.groups
-        replay = self.replay = DeviceReplay(*parts, capacity, graphs, observe)
+        replay = self.replay = self.graphs = DeviceReplay(*parts, capacity, graphs, observe)
         try:
             if graphs.captures_at_start:
                 replay.prepare()
             self.step_kind, self.is_recorded = replay.describe(), True
         except (CannotRecord, KernelFailed, RuntimeError) as error:
             check_lost(error, self.device, "the capture of its steps")
-            self.step_kind = "op by op: " + graphs.refusals.refuse("decodes", error)
+            self.step_kind = "op by op: " + graphs.refusals.refuse("decodes", error, "decode")
 
     def close(self) -> None:
         """Let the executor's threads go. Nothing can run afterwards."""

@@ -57,7 +57,7 @@ class Allocation:
 
     # What fits
 
-    def needed(self, group: int, lengths: Iterable[int]) -> int:
+    def count_needed(self, group: int, lengths: Iterable[int]) -> int:
         """The most blocks of a group that sequences of these lengths hold together in any step."""
         blocks, window = [-(-length // self.block_size) for length in lengths], self.windows[group]
         if window is None:
@@ -69,7 +69,7 @@ class Allocation:
     def shortage(self, *lengths: int) -> tuple[int, int] | None:
         """(blocks needed, blocks there are) in the first group where sequences of these lengths never fit."""
         for g, pool in enumerate(self.pools.blocks):
-            if (needed := self.needed(g, lengths)) > pool.num_blocks - 1:
+            if (needed := self.count_needed(g, lengths)) > pool.num_blocks - 1:
                 return needed, pool.num_blocks - 1
         return None
 
@@ -87,7 +87,7 @@ class Allocation:
         for g, pool in enumerate(self.pools.blocks):
             if self.windows[g] is not None:
                 lengths = [seq.num_tokens, *(other.length for other in (*others, *running))]
-                if self.needed(g, lengths) > pool.num_blocks - 1:
+                if self.count_needed(g, lengths) > pool.num_blocks - 1:
                     return False
                 continue
             shared = hit.blocks[g] if hit.length and not self._is_restored(seq, hit) else ()
@@ -321,18 +321,18 @@ class Allocation:
                 pool.give((table[i],))
                 table[i] = GARBAGE
 
-    def saved_nbytes(self, seq: TokenSequence) -> int:
+    def state_nbytes(self, seq: TokenSequence) -> int:
         """Bytes of host memory that a running sequence's state would take."""
-        return self.pools.nbytes(self._computed(seq))
+        return self.pools.nbytes(self._list_computed(seq))
 
     def can_save(self, seq: TokenSequence) -> bool:
-        return self.pools.can_save(self._computed(seq))
+        return self.pools.can_save(self._list_computed(seq))
 
     def save(self, seq: TokenSequence) -> None:
         """Copy a running sequence's state to host memory, where `can_save`; then it can be released."""
-        seq.saved = self.pools.save(self._computed(seq), seq.slot, seq.num_computed_tokens)
+        seq.saved = self.pools.save(self._list_computed(seq), seq.slot, seq.num_computed_tokens)
 
-    def _computed(self, seq: TokenSequence) -> list[list[int]]:
+    def _list_computed(self, seq: TokenSequence) -> list[list[int]]:
         """The sequence's block tables without the blocks that are reserved for tokens to come."""
         blocks = -(-seq.num_computed_tokens // self.block_size)
         return [table[:blocks] for table in seq.tables]

@@ -111,13 +111,13 @@ class StepCosts:
         (left, low), (right, high) = knots[i - 1], knots[i]
         return math.floor(left + (right - left) * (seconds - low) / (high - low))
 
-    def moved_s(self, nbytes: int) -> float | None:
+    def move_s(self, nbytes: int) -> float | None:
         """Seconds to save or load so many bytes; None: nothing was measured yet."""
         return median(self._moved) * nbytes if self._moved else None
 
     def prefers_moving(self, nbytes: int, num_tokens: int) -> bool:
         """Whether moving so many bytes is known to be faster than computing so many tokens, or may be."""
-        moved, again = self.moved_s(nbytes), self.step_s(num_tokens)
+        moved, again = self.move_s(nbytes), self.step_s(num_tokens)
         return moved is None or again is None or moved < again
 
     def _curve(self) -> list[tuple[float, float]]:

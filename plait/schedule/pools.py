@@ -167,7 +167,7 @@ class Pools:
         self.host.give(handle)
         self.moves.append(Drop(handle))
 
-    def moved_nbytes(self, plan: StepPlan) -> int:
+    def count_moved(self, plan: StepPlan) -> int:
         """Bytes that a plan moves to or from host memory."""
         total = 0
         for move in plan.moves:
@@ -222,7 +222,7 @@ class Pools:
         """Every block (by group), slot and handle is explained by its holder; else AssertionError."""
         self.index.check()
         for g, (pool, refs) in enumerate(zip(self.blocks, held, strict=True)):
-            _check_pool(pool, refs, self.index.kept(g), f"block of group {g}")
+            _check_pool(pool, refs, self.index.list_kept(g), f"block of group {g}")
         if self.slots:
             _check_pool(self.slots, slots, self.index.kept_slots, "slot")
         assert self.host.handles == handles | self._spilled.keys(), "a saved copy is lost"

@@ -88,14 +88,14 @@ class Scheduler:
         """Sequences with a deadline that has passed; the caller ends them."""
         return [seq.id for seq in self._by_id.values() if seq.deadline is not None and seq.deadline <= now]
 
-    def drafting(self) -> list[TokenSequence]:
+    def list_drafting(self) -> list[TokenSequence]:
         """Running sequences that can have draft tokens checked in the next step."""
         return [s for s in self.running if s.can_draft and self.limits.causal and not self._suspects]
 
     def plan(
         self, drafts: Drafts = NOTHING, *, is_observed: bool = False, is_compared: bool = False
     ) -> StepPlan | None:
-        """The next step, or None if there is nothing to do. `drafts`: draft tokens by id, of `drafting`;
+        """The next step, or None if there is nothing to do. `drafts`: draft tokens by id, of `list_drafting`;
         `is_observed`: one step, because the drafter reads its tokens; `is_compared`: see `plan_turns`."""
         if suspect := self._next_suspect():
             shares = share_members(suspect, self.limits.max_num_batched_tokens, self.limits, self.memory)
@@ -318,7 +318,7 @@ class Scheduler:
         """Save a sequence that is preempted to host memory, unless it is faster to compute it again."""
         if not self.limits.causal or not seq.num_computed_tokens or not self.memory.can_save(seq):
             return
-        if self.costs.prefers_moving(2 * self.memory.saved_nbytes(seq), seq.num_computed_tokens):
+        if self.costs.prefers_moving(2 * self.memory.state_nbytes(seq), seq.num_computed_tokens):
             self.memory.save(seq)
             self.num_swaps += 1
 

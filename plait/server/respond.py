@@ -52,7 +52,7 @@ async def _respond(
 
         def report_failure(found: Problem) -> Iterable[msgspec.Struct]:
             context.exchange.reason = found.reason  # the log's status is that of the headers, 200
-            return reply.failed(found)
+            return reply.fail(found)
 
         return EventStream(rounds.events(), rounds.close, report_failure, form=reply.form)
     if reply.has_rounds:

@@ -244,7 +244,7 @@ class PrefixIndex:
         """The longest prefix of at most `limit` tokens on which all groups agree. `chain`: their hashes."""
         whole = min(limit // self.block_size, len(chain) - 1)
         seen = next((i for i in range(whole) if chain[i + 1] not in self._seen), whole)
-        known = self._known(chain, whole)
+        known = self._count_known(chain, whole)
         blocked = ""
         for i in range(known, -1, -1):
             for snapshot in self._candidates(chain, i, token_ids, limit):
@@ -321,7 +321,7 @@ class PrefixIndex:
     def in_slot(self, slot: int) -> Snapshot | None:
         return self._by_slot.get(slot)
 
-    def kept(self, group: int) -> set[int]:
+    def list_kept(self, group: int) -> set[int]:
         """Every block of a group that has known content."""
         return {*self._hash_of[group], *self._snapshot_of[group]}
 
@@ -341,7 +341,7 @@ class PrefixIndex:
             assert partial == self._snapshot_of[group], "a partly filled block's snapshot is lost"
         assert all((s.slot or s.handle or not self.has_slots) for s in listed), "a snapshot without state"
 
-    def _known(self, chain: Sequence[bytes], whole: int) -> int:
+    def _count_known(self, chain: Sequence[bytes], whole: int) -> int:
         """How many whole blocks every group of full attention has."""
         full = [self.blocks[g] for g, window in enumerate(self.windows) if window is None]
         return next((i for i in range(whole) if any(chain[i + 1] not in b for b in full)), whole)

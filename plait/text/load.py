@@ -57,7 +57,7 @@ def load_tokenizer(
         if tokenizer is None:
             return None
         ends = _eos_ids(load_generation_config(directory, metadata)) | _eos_ids(config)
-        return tokenizer.ending_with(frozenset(i for i in ends if not tokenizer.is_hole(i)))
+        return tokenizer.with_ends(frozenset(i for i in ends if not tokenizer.is_hole(i)))
 
 
 @contextmanager

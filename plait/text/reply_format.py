@@ -87,7 +87,7 @@ class ReplyFormat:
         """Whether the template's text has a name, so that it may read a key of a message."""
         return name in self._source
 
-    def switched(
+    def translate_switches(
         self, kwargs: Mapping[str, object], effort: str | None = None
     ) -> tuple[dict[str, object], bool, tuple[str, ...]]:
         """Template arguments under the template's own names, whether the model may think, and unread hints.
@@ -152,7 +152,7 @@ class ReplyFormat:
             may_think=shape.may_think,
             most_calls=None if parallel else 1,
         )
-        shown = parser().shown(self._special)
+        shown = parser().find_shown(self._special)
         ends_early = calls is not None and not parallel
         return ReplyReader(parser, frozenset(self._special[text] for text in shown), ends_early)
 
@@ -167,11 +167,14 @@ class ReplyFormat:
         if forced is not None:
             return Grammar("lark", self._lark(forced), "tool_choice", lead)
         if requested is None:
-            calls = self._held(shape)
+            calls = self._hold_schemas(shape)
             lead = self._lark(self._thinking(shape, again=False))  # text would take the space before another
             return None if calls is None else Grammar("lark", self._lark(calls), "tools", lead)
         instead = self._call(shape, "required") if shape.tools and shape.choice != "none" else None
-        opening, in_place = self._lark(self._opening(shape)), "" if instead is None else self._lark(instead)
+        opening, in_place = (
+            self._lark(self._open_content(shape)),
+            "" if instead is None else self._lark(instead),
+        )
         return replace(requested, lead=lead, opening=opening, instead=in_place)
 
     def schemas(self, shape: ReplyShape) -> list[Grammar]:
@@ -217,7 +220,7 @@ class ReplyFormat:
             return ()
         return begin_thinking(self.reasoning, shape.is_open, again=again and shape.thinks)
 
-    def _opening(self, shape: ReplyShape) -> Structure:
+    def _open_content(self, shape: ReplyShape) -> Structure:
         """What must come right before content, unless the prompt ends behind it."""
         final = self.reasoning.final if self.reasoning else ""
         return (FormatMarker(final),) if final and (shape.is_open or not shape.has_begun) else ()
@@ -230,7 +233,7 @@ class ReplyFormat:
         found = None if calls is None else call_grammar(calls, shape.tools, choice, parallel=parallel)
         return None if found is None else _generable(found, self._ends, self._style)
 
-    def _held(self, shape: ReplyShape) -> Structure | None:
+    def _hold_schemas(self, shape: ReplyShape) -> Structure | None:
         """Text or calls that are as their schemas demand; None where the request sets no constraint."""
         form = self._calls(shape)
         demanded = self._call(shape, "required")

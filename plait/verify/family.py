@@ -134,7 +134,7 @@ def _check_variant(op: Op, variant: Variant, on: object) -> CheckResult:
         torch.manual_seed(0)
         args, kwargs = op.make(case, torch.float32, variant.on)
         given = [a.clone() if isinstance(a, Tensor) else a for a in args]
-        made = [op.reference(*args, **kwargs), variant.bound(on)(*given, **kwargs)]
+        made = [op.reference(*args, **kwargs), variant.bind(on)(*given, **kwargs)]
         names = signature(op.reference).parameters
         # State is changed in place: it is compared, too, where it has one layout for all variants.
         states = [(a, b) for name, a, b in zip(names, args, given, strict=False) if name not in op.private]
@@ -143,7 +143,7 @@ def _check_variant(op: Op, variant: Variant, on: object) -> CheckResult:
                 off = (want.float() - got.float()).abs() / (1 + want.float().abs())
                 worst = max(worst, off.max().item() if off.numel() else 0.0, key=_size)
         count += 1
-    allowed = op.allowed(variant, torch.float32)
+    allowed = op.find_tolerance(variant, torch.float32)
     note = f"{count} cases, {worst:.2g} off at most (allowed: {allowed:g})"
     return CheckResult(name, count > 0 and worst <= allowed, note)
 

@@ -259,7 +259,7 @@ class FailingTicket:
 class CheapMoves(StepCosts):
     """Moving memory costs nothing, so it always pays."""
 
-    def moved_s(self, nbytes: int) -> float | None:
+    def move_s(self, nbytes: int) -> float | None:
         return 0.0
 
 

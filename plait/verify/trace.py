@@ -111,25 +111,25 @@ class _Replacing:
             self.attribute(owner, name, value, f"{path}.{name}")
 
     def attribute(self, owner: object, name: str, value: object, path: str) -> None:
-        made = self._replaced(value, path)
+        made = self._replace(value, path)
         if made is not value:
             self._undo.append((owner, name, value))
             setattr(owner, name, made)
 
-    def _replaced(self, value: Any, path: str) -> Any:
+    def _replace(self, value: Any, path: str) -> Any:
         if is_default_composition(value):
-            return functools.partial(value.func, *(self._replaced(part, path) for part in value.args))
+            return functools.partial(value.func, *(self._replace(part, path) for part in value.args))
         if (op := op_of(value, self._names)) is not None:
-            return self._watching(value, path, op)
+            return self._wrap_op(value, path, op)
         if type(value) in (list, tuple):
-            made = [self._replaced(item, path) for item in value]
+            made = [self._replace(item, path) for item in value]
             same = all(new is old for new, old in zip(made, value, strict=True))
             return value if same else type(value)(made)
         if type(value).__module__.startswith(OWNERS) and hasattr(value, "__dict__"):
             self.visit(value, getattr(value, "name", path))  # parallel mixers have names of their own
         return value
 
-    def _watching(self, fn: Callable[..., object], path: str, op: str) -> Callable[..., object]:
+    def _wrap_op(self, fn: Callable[..., object], path: str, op: str) -> Callable[..., object]:
         """A wrapper of an op. It skips calls by other ops: their number may depend on data (experts)."""
 
         @functools.wraps(fn, assigned=())

@@ -21,9 +21,10 @@ from plait.config import EngineConfig
 from plait.engine.device import free_memory
 from plait.engine.memory_plan import Sizing, size_state
 from plait.errors import ConfigError, EngineError
-from plait.loading.build import Loaded, describe_for_sizing, load, loose_ops
+from plait.loading.build import Loaded, describe_for_sizing, load
 from plait.loading.draft_model import find_head
 from plait.loading.open_model import Opened
+from plait.loading.target import loose_ops
 from plait.memory import PagedState, has_slots
 from plait.request import TokenLogprobs
 from plait.schedule.speculate import Proposer
@@ -144,9 +145,9 @@ class Verification:
 
     def result(self, planned: Cell) -> CellResult:
         """Run one cell, and compare it."""
-        cell, ran = self._shown(planned)
+        cell, ran = self._run_small(planned)
         found = [self._difference(cell, *key, reply) for key, reply in ran.replies.items()]
-        differences = [self._followed(cell, d) for d in found if d]
+        differences = [self._follow(cell, d) for d in found if d]
         return CellResult(
             cell.name,
             num_replies=len(ran.replies),
@@ -157,7 +158,7 @@ class Verification:
             digest=digest_replies(ran.replies),
         )
 
-    def _shown(self, cell: Cell) -> tuple[Cell, Ran]:
+    def _run_small(self, cell: Cell) -> tuple[Cell, Ran]:
         """Run a cell with so little memory that it shows something; how little depends on the prompts."""
         waves = self._waves(cell)
         ran = self._ran(cell, waves)
@@ -185,14 +186,14 @@ class Verification:
     def _ran(self, cell: Cell, waves: Waves, traced: Traced | None = None) -> Ran:
         """Run a cell. With a trace it runs op by op, and the trace observes one request of it."""
         config, sizing = self._settings(cell, waves)
-        with TemporaryDirectory(prefix="plait-verify-") as folder, self._loaded_for(cell) as loaded:
+        with TemporaryDirectory(prefix="plait-verify-") as folder, self._load_for(cell) as loaded:
             if cell.kills:
                 return run_killed(cell, self._named, config, waves, Path(folder))
             make = partial(self._drafter, cell, config, sizing)
             return CellRun(cell, loaded, config, sizing, make, Path(folder), traced).run(waves)
 
     @contextmanager
-    def _loaded_for(self, cell: Cell) -> Iterator[Loaded]:
+    def _load_for(self, cell: Cell) -> Iterator[Loaded]:
         """The model, or the same with other threads."""
         if cell.threads is None:
             yield self.loaded
@@ -264,7 +265,7 @@ class Verification:
         position = asked.prompt_len + i
         return Difference(cell.name, name, wave, i, position, expected, found, _gap(want), off_by, note=note)
 
-    def _followed(self, cell: Cell, found: Difference) -> Difference:
+    def _follow(self, cell: Cell, found: Difference) -> Difference:
         """Add the op at which the numbers diverge, for the first differences of a run."""
         if self._num_traced[found.is_token] >= MOST_TRACED or found.found is None:
             return found

@@ -32,7 +32,7 @@ from plait.loading.text_side import TextSource
 from plait.loading.torch_preload import finish_torch
 from plait.request import Event, Request
 from plait.resource_limits import is_memory_error, trim_heap
-from plait.runner.ranks.processes import QUIET_S, RankWatch
+from plait.runner.ranks.processes import RankWatch
 from plait.schedule.follow_prefixes import follow_prefixes
 from plait.schedule.plan import SamplingBatch, StepPlan, Ticket
 from plait.spec.model import ModelSpec
@@ -364,10 +364,7 @@ def _beat(status: protocol.SharedStatus, link: Link) -> None:
     watch = RankWatch()
     while True:
         status.beat()
-        lost = watch.find_ended()
-        if lost is None and (pid := watch.find_quiet()) is not None:
-            lost = pid, f"has shown no sign of life for {QUIET_S:g} s"
-        if lost is not None:
+        if (lost := watch.find_lost()) is not None:
             with suppress(ProcessLookupError):
                 os.kill(lost[0], signal.SIGKILL)  # one that is stopped would not see that this process ends
             _report_end(link, RankLost(f"a rank (process {lost[0]}) {lost[1]}"))

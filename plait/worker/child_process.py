@@ -124,13 +124,13 @@ class Spawned:
         if code is None:
             return End("it was ended")
         if code == -signal.SIGKILL:
-            return self._killed()
+            return self._explain_kill()
         if code < 0:
             names = {known.value: known.name for known in signal.Signals}
             return End(f"it was ended by {names.get(-code, f'signal {-code}')}")
         return End(f"it exited with code {code}")
 
-    def _killed(self) -> End:
+    def _explain_kill(self) -> End:
         """How a process ended that SIGKILL ended: by another process, or for want of memory."""
         before, now = self._num_oom_kills, num_oom_kills()
         is_oom = None if before is None or now is None else now > before

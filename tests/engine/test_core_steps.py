@@ -35,7 +35,7 @@ class Costs(StepCosts):
 
 def test_texts_are_the_same_when_sequences_are_swapped_out_and_in_and_costs_are_learned() -> None:
     costs = Costs()
-    costs.moved_s = lambda nbytes: 0.0  # type: ignore[method-assign]
+    costs.move_s = lambda nbytes: 0.0  # type: ignore[method-assign]
     e, reader = engine(blocks=26, length=70, cache=HOST, costs=costs), Reader()
     given = prompts(20)
     for i, prompt in enumerate(given):

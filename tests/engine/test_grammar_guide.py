@@ -317,7 +317,7 @@ def test_a_budget_and_a_grammar_hold_together(front: Front) -> None:
     settings = SamplingParams(max_tokens=200, temperature=0.0)
     request = front.prepare("Hello", settings)
     grammar = Grammar("json_schema", json.dumps(SCHEMA), "response_format", lead)
-    request = front.held(request, grammar, thinking(12))
+    request = front.constrain(request, grammar, thinking(12))
     text = collect(front.submit(request), None, settings).outputs[0].text
     thought, _, reply = text.partition("</think>")
     assert len(thought) == 12
@@ -342,7 +342,7 @@ def test_forced_tokens_are_the_only_ones_allowed_and_are_the_draft(due: tuple[in
     guide = GrammarGuide(320)
     budget = ThinkingBudget(0, "<think>", "</think>", due, True)
     guide.begin(None, ThinkingWatch(budget, lambda i: b"</think>" if i == due[-1] else b"x"))
-    assert guide.forced() == due
+    assert guide.find_forced() == due
     masks = guide.masks(due)
     assert len(masks) == len(due) + 1
     for mask, token in zip(masks, due, strict=False):

@@ -182,6 +182,28 @@ def test_every_family_is_ours_with_help_and_base_units() -> None:
             assert all(sample.name.endswith("_total") for sample in family.samples)
 
 
+class Graphs:
+    """Two captured steps, and one that found no memory."""
+
+    def count_graphs(self) -> Mapping[tuple[str, str], int]:
+        return {("decode", "8"): 2, ("check", "8"): 1}
+
+    def count_refusals(self) -> Mapping[tuple[str, str, str], int]:
+        return {("decode", "64", "memory"): 1}
+
+
+def test_how_steps_run_is_shown_and_graphs_where_there_are_any() -> None:
+    metrics = Metrics(Books())
+    assert not {name for name in read(metrics) if "graphs" in name or "step_info" in name}
+    assert "num_graphs" not in metrics.count_totals()
+    metrics.step_kind, metrics.graphs = "9 launches, one call; compiled 2 of them: 12.1 s", Graphs()
+    shown = read(metrics)
+    assert shown["plait_step_info{9 launches, one call}"] == 1
+    assert shown["plait_graphs{8}{decode}"] == 2
+    assert shown["plait_graphs{8}{check}"] == shown["plait_refused_graphs{memory}{64}{decode}"] == 1
+    assert {"num_graphs": 3, "num_refused_graphs": 1}.items() <= metrics.count_totals().items()
+
+
 def test_two_engines_count_apart() -> None:
     one, other = Metrics(Books()), Metrics(Books())
     one.count_steps(1, 5, 0.1)

@@ -133,6 +133,8 @@ def test_a_vocabulary_that_is_not_the_models_is_named(model: Path, caplog: pytes
 def test_deterministic_is_kept_or_refused(model: Path, llm: LLM) -> None:
     with LLM(str(model), device="cpu", deterministic=True) as other:
         assert "one call" in other.step_kind
+        (info,) = (f for f in other.front.loop.registry.collect() if f.name == "plait_step_info")
+        assert other.step_kind.startswith(info.samples[0].labels["kind"])
         assert other.generate([1, 2], GREEDY)[0].outputs == llm.generate([1, 2], GREEDY)[0].outputs
     with pytest.raises(ConfigError, match=r"deterministic: on cpu this model runs .*linear \(reference\)"):
         LLM(str(model), device="cpu", deterministic=True, ops="reference")

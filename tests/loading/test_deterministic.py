@@ -7,7 +7,7 @@ import torch
 
 from plait.checkpoint.weights import Target
 from plait.errors import ConfigError
-from plait.loading.build import _check_deterministic, loose_ops
+from plait.loading.target import check_deterministic, loose_ops
 from plait.ops.chip import EXAMPLES
 from plait.ops.registry import Binding
 
@@ -17,10 +17,10 @@ def test_deterministic_on_a_gpu_is_decided_by_what_is_bound() -> None:
     target.chip = EXAMPLES[90]
     target.bound.append(Binding("paged_attention", "triton", "layers.0.attn", ()))
     assert loose_ops(target) == {}, "a row's bits do not depend on what shares its step"
-    _check_deterministic(target)
+    check_deterministic(target)
     target.bound.append(Binding("linear", "reference", "layers.0.mlp", ()))
     target.bound.append(Binding("paged_attention", "sdpa", "layers.1.attn", ()))
     assert loose_ops(target) == {"linear": "reference", "paged_attention": "sdpa"}
     text = r"on an sm_90 as H200 this model runs linear \(reference\), paged_attention \(sdpa\), .*\(--cpu\)"
     with pytest.raises(ConfigError, match=text):
-        _check_deterministic(target)
+        check_deterministic(target)

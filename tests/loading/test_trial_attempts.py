@@ -51,7 +51,7 @@ class FakeChild:
     def ask(self, line: str, timeout_s: float) -> bytes:
         return self._ask(self, line)
 
-    def ended(self, within_s: float = 1.0) -> int | None:
+    def read_status(self, within_s: float = 1.0) -> int | None:
         self.patience = within_s
         return self.status
 

@@ -86,10 +86,10 @@ def check_agreement(op: Op, variant: Variant, case: Any, dtype: torch.dtype, cpu
     args, kwargs = op.make(case, dtype, variant.on)
     wanted, given = copied(args), copied(args)
     want = [*tensors(op.reference(*wanted, **kwargs)), *tensors(shared_state(op, wanted))]
-    fn = variant.bound(cpu)
+    fn = variant.bind(cpu)
     # State is changed in place: compare it too.
     got = [*tensors(fn(*given, **kwargs)), *tensors(shared_state(op, given))]
-    near = op.allowed(variant, dtype)
+    near = op.find_tolerance(variant, dtype)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(
             a.float(), b.float(), rtol=near, atol=near, msg=lambda text: f"{case}, {dtype}: {text}"

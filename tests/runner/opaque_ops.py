@@ -85,7 +85,7 @@ def make_opaque(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
         if not watchers or _here.inside:
             return fn(*args, **kwargs)
         made = OpaqueCall(fn, args, kwargs)
-        watchers[-1].launched(name, made.run, list(find_tensors((args, kwargs))), ())
+        watchers[-1].record_launch(name, made.run, list(find_tensors((args, kwargs))), ())
         return made.keep()
 
     return call

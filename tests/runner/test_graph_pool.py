@@ -163,6 +163,10 @@ def test_what_does_not_fit_is_left_to_smaller_graphs(
     assert f"steps of {SEQS} sequences are not captured" in caplog.text
     assert caplog.text.count("CUDA out of memory") == 1, "a cause is named once"
     assert runner.is_recorded
+    assert runner.graphs is not None
+    assert runner.graphs.count_refusals()["decode", str(SEQS), "memory"] == 1
+    assert runner.graphs.count_graphs()["decode", "4"] == 2, "drawn, and the likeliest"
+    assert ("decode", str(SEQS)) not in runner.graphs.count_graphs()
     taken = (short.pool.nbytes) >> 20
     assert f"memory: the graphs of startup have taken {taken} MiB" in caplog.text
 

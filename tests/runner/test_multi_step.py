@@ -175,7 +175,7 @@ def test_the_kernel_between_two_steps_does_what_the_buffers_do(cpu: Any, num_gro
         side.fill(plan)
     found = np.zeros(7, np.int64), np.zeros(7, np.float32)
     kept, step = (np.zeros((8, seqs), np.int64), np.zeros((8, seqs), np.float32)), np.zeros(1, np.int64)
-    between = sides[0].following(cpu, found, kept, step)
+    between = sides[0].make_between(cpu, found, kept, step)
     told = rng.integers(0, 90, (steps, 3)), rng.standard_normal((steps, 3)).astype(np.float32)
     for ids, values in zip(*told, strict=True):
         found[0][:3], found[1][:3] = ids, values

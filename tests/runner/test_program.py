@@ -279,7 +279,7 @@ def test_without_an_executor_nothing_is_recorded(checkpoints: Path) -> None:
 
 def test_inside_a_recording_torch_only_looks(cpu: Any) -> None:
     x, weight, wide = torch.randn(8, 12), torch.ones(6), torch.ones(12)
-    with cpu.recording(tokens=8, logits=9) as program, ViewsOnly():
+    with cpu.record(tokens=8, logits=9) as program, ViewsOnly():
         left = x.view(8, 2, 6).split([1, 1], 1)[0].detach()
         y = _rms_norm(cpu, left, weight, 1e-6)
         with pytest.raises(CannotRecord, match=r"add(__)? is computed by torch"):

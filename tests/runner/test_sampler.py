@@ -138,7 +138,7 @@ def test_the_ends_of_the_random_number_give_possible_tokens(
     logits[0, ::2] = -torch.inf
     columns = [torch.tensor([setting[k]]) for k in ("temperature", "top_k", "top_p", "min_p")]
     columns = [c if c.dtype == torch.int64 else c.double() for c in columns]
-    for variant in (sample.reference, *(v.bound(cpu) for v in sample.variants)):
+    for variant in (sample.reference, *(v.bind(cpu) for v in sample.variants)):
         chosen = variant(logits, *columns, torch.tensor([u], dtype=torch.float64)).item()
         assert kept(logits[0].tolist(), **setting)[chosen] > 0
 

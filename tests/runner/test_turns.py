@@ -197,7 +197,7 @@ def test_turns_give_the_same_text_however_the_model_runs(nano_hybrid: Path, opti
 def test_joined_tables_begin_at_even_places() -> None:
     executor = Executor(1)
     tables = turn_tables(executor, turn_kernels())
-    one, pair = tables.glue("nothing"), tables.joined([tables.glue("nothing") for _ in range(2)])
-    made = tables.joined([pair, one, pair, one, one, pair])
+    one, pair = tables.glue("nothing"), tables.join([tables.glue("nothing") for _ in range(2)])
+    made = tables.join([pair, one, pair, one, one, pair])
     assert made.count == 2 + 1 + 1 + 2 + 1 + 1 + 2
     executor.close()

@@ -25,7 +25,7 @@ def measured(steps: int = 200, seed: int = 0) -> StepCosts:
 
 def test_nothing_measured_is_nothing_known() -> None:
     costs = StepCosts()
-    assert (costs.step_s(1), costs.tokens_within(1.0), costs.moved_s(1)) == (None, None, None)
+    assert (costs.step_s(1), costs.tokens_within(1.0), costs.move_s(1)) == (None, None, None)
 
 
 def test_between_two_sizes_lies_a_straight_line() -> None:
@@ -97,14 +97,14 @@ def test_what_no_clock_can_have_seen_is_left_out() -> None:
         costs.observe(tokens, seconds)
     costs.observe_moved(0, 1.0)
     costs.observe_moved(5, float("nan"))
-    assert (costs.step_s(1), costs.moved_s(1)) == (None, None)
+    assert (costs.step_s(1), costs.move_s(1)) == (None, None)
 
 
 def test_moved_bytes_are_measured_apart_from_tokens() -> None:
     costs = StepCosts()
     for seconds in (9.0, 0.1, 0.11, 0.1, -0.001):
         costs.observe_moved(1_000_000, seconds)
-    assert costs.moved_s(2_000_000) == pytest.approx(0.2)
+    assert costs.move_s(2_000_000) == pytest.approx(0.2)
     assert costs.step_s(1) is None
 
 

@@ -147,7 +147,7 @@ def test_blocks_of_a_wrong_draft_are_not_needed_when_its_sequence_resumes() -> N
     for trunk, length in ((1, 6), (2, 12)):
         world.submit(Wish(branch(trunk, 24, 0, length), 13))
     while world.stories:
-        world.make_plan({seq.id: (VOCAB_SIZE,) * 6 for seq in world.s.drafting()})  # no such token
+        world.make_plan({seq.id: (VOCAB_SIZE,) * 6 for seq in world.s.list_drafting()})  # no such token
         world.execute()
         world.check()
     assert world.s.stats()["num_swaps"] > 0
@@ -159,7 +159,7 @@ def test_blocks_that_wrong_drafts_had_are_there_for_the_next_request(shape: str)
     for trunk in range(3):
         world.submit(Wish(branch(trunk, 24, 0, 5), 10))
     for _ in range(2):
-        world.make_plan({seq.id: (VOCAB_SIZE,) * 6 for seq in world.s.drafting()})
+        world.make_plan({seq.id: (VOCAB_SIZE,) * 6 for seq in world.s.list_drafting()})
         world.execute()
     (late,) = world.submit(Wish(branch(4, 24, 0, 20), 4))
     world.make_plan()

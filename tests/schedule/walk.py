@@ -233,7 +233,7 @@ class World:
     def drafts(self, rng: random.Random) -> dict[int, tuple[int, ...]]:
         """Proposals for running sequences: right, wrong, right at first, or none."""
         found = {}
-        for seq in self.s.drafting():
+        for seq in self.s.list_drafting():
             story, room = self.stories[seq.id], seq.max_len - seq.num_tokens - 1
             stop = story.reply.stop_token_id
             truth = [*story.reply.token_ids[story.num_output_tokens :], *([] if stop is None else [stop])]

@@ -294,7 +294,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.check()
         for group, stored in enumerate(self.stored):
             partly = {s.blocks[group] for s in self.taken.values() if s.blocks}
-            assert self.index.kept(group) == {*stored.values()} | partly
+            assert self.index.list_kept(group) == {*stored.values()} | partly
 
 
 TestIndexMachine = IndexMachine.TestCase

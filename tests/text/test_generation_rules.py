@@ -19,8 +19,8 @@ def test_suppressed_tokens_and_bad_words_of_one_token_are_never_written() -> Non
 
 def test_bad_words_of_several_tokens_join_those_of_a_request() -> None:
     config = {"bad_words_ids": [[5], [7, 8]]}
-    assert SamplingParams().resolved(config).bad_word_ids == ((7, 8),)
-    assert SamplingParams(bad_word_ids=((1,),)).resolved(config).bad_word_ids == ((1,), (7, 8))
+    assert SamplingParams().resolve(config).bad_word_ids == ((7, 8),)
+    assert SamplingParams(bad_word_ids=((1,),)).resolve(config).bad_word_ids == ((1,), (7, 8))
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def compiler() -> Iterator[GrammarCompiler]:
 def test_a_switch_reaches_the_template_under_its_own_name(
     kwargs: dict[str, Any], effort: str | None, wanted: tuple[dict[str, Any], bool, tuple[str, ...]]
 ) -> None:
-    assert reply_format().switched(kwargs, effort) == wanted
+    assert reply_format().translate_switches(kwargs, effort) == wanted
 
 
 def test_a_format_that_is_not_known_is_refused_without_a_template_too() -> None:
@@ -66,13 +66,13 @@ def test_a_format_that_is_not_known_is_refused_without_a_template_too() -> None:
 
 def test_a_template_without_a_switch_gets_none() -> None:
     plain = reply_format("{{ messages }}</think> about thinking")
-    assert plain.switched({"enable_thinking": False}) == ({}, False, ())
+    assert plain.translate_switches({"enable_thinking": False}) == ({}, False, ())
     assert plain.budget(None, ReplyShape(thinks=False)) is not None
 
 
 def test_levels_are_for_templates_that_know_them() -> None:
     knows = reply_format("{{ messages }}{{ reasoning_effort }}")
-    assert knows.switched({}, "low") == ({"reasoning_effort": "low"}, True, ())
+    assert knows.translate_switches({}, "low") == ({"reasoning_effort": "low"}, True, ())
 
 
 def test_hints_of_no_use_to_a_model_are_named() -> None:
@@ -80,14 +80,14 @@ def test_hints_of_no_use_to_a_model_are_named() -> None:
         TOKENIZER, JinjaTemplate("test", {"default": "{{ messages }}"}, TOKENIZER, {}), reasoning="none"
     )
     unread = ("reasoning_effort", "chat_template_kwargs.enable_thinking")
-    assert plain.switched({"enable_thinking": True}, "high") == ({}, True, unread)
+    assert plain.translate_switches({"enable_thinking": True}, "high") == ({}, True, unread)
     with pytest.raises(InvalidField, match="true or false"):
-        plain.switched({"enable_thinking": "no"})
+        plain.translate_switches({"enable_thinking": "no"})
 
 
 def test_a_broken_template_is_reported_as_one() -> None:
     with pytest.raises(BadTemplate, match="no Jinja"):
-        reply_format("{{ messages </think>").switched({})
+        reply_format("{{ messages </think>").translate_switches({})
 
 
 @pytest.mark.parametrize(

@@ -24,12 +24,13 @@ from plait.llm.outputs import RequestOutput
 from plait.loading.measure_memory import list_steps
 from plait.ops.chip import EXAMPLES, Chip
 from plait.partition import Rank
+from plait.runner.ranks import guard
 from plait.runner.ranks.group import RankGroup
 from plait.runner.ranks.messages import Leave, RankGpu, RankLoaded, Step, Stepped, encode, receive_report
 from plait.schedule.plan import Sampled, SamplingBatch, StepPlan
 from plait.worker.rank import Follower
 from tests.loading.adapters.made import write_llama
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 
 NANO = str(Path(__file__).parents[2] / "examples" / "nano-hybrid")
 PROMPTS = ["In the beginning", "And the king said unto them that"]
@@ -100,8 +101,50 @@ def test_a_rank_has_its_share_of_the_weights_and_ends_with_the_engine() -> None:
 def test_requests_of_an_engine_that_lost_a_rank_end_with_an_error_that_names_it() -> None:
     with LLM(NANO, device="cpu", tensor_parallel_size=2) as llm:
         os.kill(group_of(llm).pids[0], signal.SIGKILL)
-        with pytest.raises(EngineError, match="rank 1 ended by signal 9"):
+        with pytest.raises(RankLost, match="rank 1 ended by signal 9"):
             llm.generate(PROMPTS, PARAMS)
+
+
+def count_guards() -> int:
+    return sum(thread.name == "plait-ranks" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_a_generation_that_waits_for_a_killed_rank_ends_within_seconds(
+    is_stuck: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs, where neither NCCL nor a kernel sees the end of a rank. NCCL can be broken off."""
+    monkeypatch.setattr(guard, "ENDED_S", 0.0)
+    monkeypatch.setattr(guard, "GRACE_S", 0.2 if is_stuck else PATIENCE_S)
+    waiting, broken_off = threading.Event(), threading.Event()
+
+    def wait() -> list[Sampled]:
+        waiting.set()
+        assert broken_off.wait(PATIENCE_S)
+        return [Sampled((0,))]  # of a sum that was broken off
+
+    num_guards = count_guards()
+    llm = LLM(NANO, device="cpu", tensor_parallel_size=2)
+    group, loop = group_of(llm), llm.front.loop
+    llm.generate(PROMPTS[:1], PARAMS[:1])
+    ticket: Any = SimpleNamespace(can_be_followed=False, wait=wait)
+    monkeypatch.setattr(llm._loaded.runner, "_launch_here", lambda plan, sampling: ticket)
+    monkeypatch.setattr(group, "abort", lambda: None if is_stuck else broken_off.set())
+    pids = group.pids
+
+    def kill() -> None:
+        assert waiting.wait(PATIENCE_S)
+        os.kill(pids[0], signal.SIGKILL)
+
+    threading.Thread(target=kill).start()
+    with pytest.raises(RankLost, match=rf"a rank \(process {pids[0]}\) has ended"):
+        llm.generate(PROMPTS[:1], PARAMS[:1])
+    with pytest.raises(EngineError, match=r"has stopped after a fault: .* has ended"):
+        llm.generate(PROMPTS[:1], PARAMS[:1])
+    broken_off.set()
+    llm.close()
+    until(lambda: not loop.is_alive and not group.is_open and not Path(f"/proc/{pids[0]}").exists())
+    until(lambda: count_guards() <= num_guards)
 
 
 def test_a_rank_that_computed_something_else_ends_the_engine(ranks: LLM) -> None:

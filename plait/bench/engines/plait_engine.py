@@ -25,13 +25,13 @@ class Timed:
         """Run a step. Its ticket is done, so that the time of a step is its own."""
         from plait.schedule.plan import Done
 
-        return Done(self._timed(plan, lambda: self._runner.launch(plan, sampling).wait()))
+        return Done(self._time(plan, lambda: self._runner.launch(plan, sampling).wait()))
 
     def execute(self, plan: StepPlan, sampling: SamplingBatch) -> object:
         """Run a step of a revision that had no tickets."""
-        return self._timed(plan, lambda: self._runner.execute(plan, sampling))
+        return self._time(plan, lambda: self._runner.execute(plan, sampling))
 
-    def _timed(self, plan: StepPlan, run: Callable[[], T]) -> T:
+    def _time(self, plan: StepPlan, run: Callable[[], T]) -> T:
         started = time.perf_counter()
         result = run()
         self.steps.append((plan.num_tokens, len(plan.chunks), time.perf_counter() - started))
@@ -84,12 +84,12 @@ class PlaitSide:
     def prefill(self, ids: list[int], level: str) -> float:
         if level == "runner":
             return sum(seconds for _, _, seconds in self._steps([ids], 1))
-        return self._streamed(ids, 1)[0]
+        return self._stream(ids, 1)[0]
 
     def decode(self, ids: list[int], tokens: int, level: str) -> float:
         if level == "runner":
             return sum(seconds for _, _, seconds in self._steps([ids], tokens + 1)[-tokens:])
-        return self._streamed(ids, tokens + 1)[1]
+        return self._stream(ids, tokens + 1)[1]
 
     def batch(self, prompts: list[list[int]], tokens: int, level: str) -> dict[str, float]:
         started, count = time.perf_counter(), len(prompts)
@@ -132,7 +132,7 @@ class PlaitSide:
             raise failed[0]
         return runner.steps
 
-    def _streamed(self, ids: list[int], tokens: int) -> tuple[float, float]:
+    def _stream(self, ids: list[int], tokens: int) -> tuple[float, float]:
         """(seconds to the first token, seconds from there to the last)."""
         started, first, last, count = time.perf_counter(), 0.0, 0.0, 0
         for delta in self.llm.stream(ids, self._params(tokens)):

@@ -152,7 +152,7 @@ def _rows(op: Op, case: Case, ground: Ground) -> Iterator[dict[str, object]]:
             continue
         call, got, _ = prepare_case(op, variant, case, ground)
         error = difference(got, want)
-        tolerance = op.allowed(variant, ground.dtype)
+        tolerance = op.find_tolerance(variant, ground.dtype)
         if not error <= tolerance:
             wrong = f"off by {error:.2g}, the tolerance is {tolerance:g}"
             yield {**row, "error": round_number(error), "wrong": wrong, "refusal": f"WRONG: {wrong}"}
@@ -182,7 +182,7 @@ def prepare_case(
         raise ConfigError(f"bench op: {op.name} has no inputs for its cases")
     args, kwargs = op.make(case, ground.dtype, ground.device)
     work = work_of(op.name, case, args)
-    fn: Callable[..., Any] = variant.bound(ground.executor) if variant else op.reference
+    fn: Callable[..., Any] = variant.bind(ground.executor) if variant else op.reference
     if case.get("decode"):
         fn(*args, **kwargs)  # history lies in a layout of the variant's own: it writes it itself
         args = decode_step(op.name, args)

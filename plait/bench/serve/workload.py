@@ -137,8 +137,8 @@ class Workload:
         """The chat of client number `index`."""
         random = Random(f"{self.seed}/{index}")
         turns = self._from_record(random, index) if self.records else self._from_words(random)
-        turns = self._fitted(turns)
-        return Chat(index, tuple(replace(turn, leaving=self._leaving(random, turn)) for turn in turns))
+        turns = self._fit(turns)
+        return Chat(index, tuple(replace(turn, leaving=self._choose_leaving(random, turn)) for turn in turns))
 
     def plain(self) -> dict[str, object]:
         """As JSON; of a dataset only its size."""
@@ -186,7 +186,7 @@ class Workload:
         count = round(tokens / self.tokens_per_word) if tokens else 0
         return "".join(f"{word} " for word in random.choices(WORDS, k=max(count, bool(tokens))))
 
-    def _fitted(self, turns: list[Turn]) -> list[Turn]:
+    def _fit(self, turns: list[Turn]) -> list[Turn]:
         """The turns, cut alike where together they would not fit into the context."""
         total = sum(turn.input_len + turn.output_len for turn in turns)
         room = (self.max_len or total + TEMPLATE_ROOM * len(turns)) - TEMPLATE_ROOM * len(turns)
@@ -199,7 +199,7 @@ class Workload:
         least = 2 * len(turns)  # a token in and one out, each turn
         return [_cut(turn, (room - least) / (total - least)) for turn in turns]
 
-    def _leaving(self, random: Random, turn: Turn) -> Leaving | None:
+    def _choose_leaving(self, random: Random, turn: Turn) -> Leaving | None:
         at, tokens, seconds = random.random(), random.randrange(turn.output_len), random.random()
         return Leaving(tokens, seconds * LEAVES_WITHIN_S) if at < self.cancel_rate else None
 

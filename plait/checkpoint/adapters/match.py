@@ -72,7 +72,7 @@ class AdapterMatch:
             )
         made = [
             LowRankFactors(
-                *self._derived(ours, source, fields, name, self.file.pairs[name]), self.file.pairs[name].scale
+                *self._derive(ours, source, fields, name, self.file.pairs[name]), self.file.pairs[name].scale
             )
             for name in there
         ]
@@ -94,7 +94,7 @@ class AdapterMatch:
             return ()
         return sources_of(source)
 
-    def _derived(
+    def _derive(
         self, ours: str, source: Derived, fields: dict[str, str], name: str, pair: FactorPair
     ) -> tuple[Tensor, Tensor]:
         """(down, up) through a recipe that moves or scales rows, of which `name` is one source."""

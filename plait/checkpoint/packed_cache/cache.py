@@ -84,14 +84,14 @@ class Shelf:
         if entry is None or [entry["in"], entry["out"]] != [in_size, list(out_sizes)]:
             return None
         self.num_found += 1
-        return [(self._kept(part, in_size), part["names"]) for part in entry["parts"]]
+        return [(self._read_part(part, in_size), part["names"]) for part in entry["parts"]]
 
     def counts(self, name: str) -> Mapping[str, int]:
         """What encoding that linear layer counted when it was packed."""
         counted: Mapping[str, int] = self._maps[name]["encoded"]
         return counted
 
-    def _kept(self, part: Mapping[str, Any], in_size: int) -> CachedWeight:
+    def _read_part(self, part: Mapping[str, Any], in_size: int) -> CachedWeight:
         tiles, order = self._bytes(part["at"], part["nbytes"]), None
         if part["order_at"] is not None:
             order = self._bytes(part["order_at"], 4 * in_size).view(torch.int32)
@@ -112,12 +112,12 @@ class Shelf:
     def is_sound(self) -> bool:
         """Whether all tiles are what was written. Reads all of them."""
         return self.is_full and all(
-            _checksum(_of(self._kept(part, entry["in"]))) == part["crc"]
+            _checksum(_of(self._read_part(part, entry["in"]))) == part["crc"]
             for entry in self._maps.values()
             for part in entry["parts"]
         )
 
-    def needed(self) -> int:
+    def count_needed(self) -> int:
         """Bytes that `write` would write, without the header."""
         packed = [packed for linear, *_ in self._noted.values() for packed, *_ in linear.parts]
         return sum(whole(block.nbytes) for one in packed for block in _of(one))

@@ -212,7 +212,7 @@ def own_target(made: Sequence[Made], config: Mapping[str, object] | None) -> Own
 
 def writable(kept: PassthroughTarget) -> list[Made]:
     """All tensors, except unread ones that GGUF has no type or shape for; the log names those."""
-    found = {made.name: (made, _is_writable(kept, made)) for made in kept.made()}
+    found = {made.name: (made, _is_writable(kept, made)) for made in kept.list_made()}
     if left_out := [name for name, (_, is_writable) in found.items() if not is_writable]:
         log.warning(
             "%d tensors that the model does not read are left out, GGUF has no type for them: %s",

@@ -77,7 +77,7 @@ class StorageChoice:
         if wanted in DTYPES:
             return Plain(made.plain, DTYPES[wanted])
         if wanted in PACKED:
-            return self._packed(model, made, wanted) or Plain(made.plain, _float_of(model, made))
+            return self._pack(model, made, wanted) or Plain(made.plain, _float_of(model, made))
         return self._blocks(model, made, wanted)
 
     def _blocks(self, model: Numbers, made: Made, wanted: str) -> StorageForm:
@@ -94,7 +94,7 @@ class StorageChoice:
         self.recoded += _is_quantized(model, made)
         return BlockStorage(packed, how.kind, how, self.threads)
 
-    def _packed(self, model: Numbers, made: Made, wanted: str) -> StorageForm | None:
+    def _pack(self, model: Numbers, made: Made, wanted: str) -> StorageForm | None:
         """fp8 or int4, for a weight matrix of two dimensions inside the layers."""
         if _is_end(made) or len(made.shape) != 2 or not made.name.endswith(".weight"):
             return None

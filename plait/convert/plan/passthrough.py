@@ -34,7 +34,7 @@ class Copied:
     def read(self, name: str) -> Tensor | Weight:
         return self.checkpoint.read(name)
 
-    def made(self) -> list[Made]:
+    def list_made(self) -> list[Made]:
         """All of them, to be written again byte by byte."""
         return [Made(name, wanted.shape, (TensorPart(name),), ()) for name, wanted in self.wanted.items()]
 
@@ -60,9 +60,9 @@ class PassthroughTarget:
             return self.checkpoint.read(name)
         return expert_rows(self.checkpoint.read(stack), int(number), self.wanted[stack].shape[0])
 
-    def made(self) -> list[Made]:
+    def list_made(self) -> list[Made]:
         """All its tensors, those too that no mixer reads."""
-        return [self._made(name, wanted.shape) for name, wanted in list(self.wanted.items())]
+        return [self._make(name, wanted.shape) for name, wanted in list(self.wanted.items())]
 
     def apart(self, made: Sequence[Made]) -> list[Made]:
         """The same with stacks of experts taken apart, as checkpoints are published that pack them."""
@@ -84,7 +84,7 @@ class PassthroughTarget:
                 part = TensorPart(matrix, rows=torch.arange(n * size, (n + 1) * size))
                 yield Made(f"{stem}.{number}.{name}.weight", (size, cols), (part,), made.roles)
 
-    def _made(self, name: str, shape: tuple[int, ...]) -> Made:
+    def _make(self, name: str, shape: tuple[int, ...]) -> Made:
         roles = tuple(self._roles.get(name, ()))
         made = Made(name, shape, (TensorPart(name),), roles)
         if len(shape) < 3 or not is_map(made):
@@ -94,11 +94,11 @@ class PassthroughTarget:
             case "alike":
                 return made
             case "turned":
-                return replace(made, is_packed=is_packed, turned=self._turned(name, shape, roles, is_packed))
+                return replace(made, is_packed=is_packed, turned=self._turn(name, shape, roles, is_packed))
             case _:
                 return replace(made, is_packed=is_packed, is_odd=True)
 
-    def _turned(self, name: str, shape: tuple[int, ...], roles: tuple[str, ...], is_packed: bool) -> Made:
+    def _turn(self, name: str, shape: tuple[int, ...], roles: tuple[str, ...], is_packed: bool) -> Made:
         """The same stack the other way round, a matrix at a time."""
         count, rows, cols = shape
         parts = []

@@ -163,11 +163,11 @@ class Int4Groups:
         )
 
     def write(self, model: Numbers, sink: Sink) -> None:
-        scales = self._copied(model, sink) if self.is_copied else self._rounded(model, sink)
+        scales = self._copy(model, sink) if self.is_copied else self._round(model, sink)
         sink(torch.cat(scales))
         sink(torch.tensor(self.made.shape, dtype=torch.int64))
 
-    def _copied(self, model: Numbers, sink: Sink) -> list[Tensor]:
+    def _copy(self, model: Numbers, sink: Sink) -> list[Tensor]:
         scales = []
         for weight, _ in matrices(model, self.made):
             for piece in row_pieces(weight):
@@ -176,7 +176,7 @@ class Int4Groups:
                 scales.append(scale.view(torch.float16).squeeze(2))
         return scales
 
-    def _rounded(self, model: Numbers, sink: Sink) -> list[Tensor]:
+    def _round(self, model: Numbers, sink: Sink) -> list[Tensor]:
         scales = []
         shifts = torch.arange(0, 32, 4, dtype=torch.int32)
         for numbers in _numbers(model, self.made):

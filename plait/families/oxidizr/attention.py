@@ -88,7 +88,7 @@ def gqa(view: View) -> BranchPart:
 def _head_dim(view: View, q: int, k: int) -> int:
     """The width of a head: from the config, unless only one width fits the rows of q and k."""
     fits = [d for d in range(2, gcd(q, k) + 1, 2) if q % d == 0 and k % d == 0 and (q // d) % (k // d) == 0]
-    given = view.facts.given
+    given = view.facts.find
     asked = {"head_dim": given("head_dim")}
     asked |= {
         key: rows // n if rows % n == 0 else 0
@@ -132,7 +132,7 @@ def _ffn_size(view: View, size: int, key: str, leaf: str) -> None:
         n: shape for n, shape in view.shapes.items() if n.endswith("gate.weight") and ".shared." not in n
     }
     sizes = {_size(name, shape, view.hidden) for name, shape in gates.items()}
-    if view.facts.given(key) not in sizes:
+    if view.facts.find(key) not in sizes:
         view.measure(key, size, leaf)
 
 
@@ -147,7 +147,7 @@ def moe(view: View) -> BranchPart:
     stacked = "stacked.gate.weight" in view
     count, size, experts = _stack_shape(view) if stacked else _experts(view)
     view.measure("num_experts", count, "stacked.gate.weight" if stacked else "router.weight")
-    key = "moe_intermediate_size" if view.facts.given("moe_intermediate_size") else "intermediate_size"
+    key = "moe_intermediate_size" if view.facts.find("moe_intermediate_size") else "intermediate_size"
     _ffn_size(view, size, key, "stacked.gate.weight" if stacked else "experts.0.gate.weight")
     top_k = view.facts.default("experts_per_tok", min(2, count), "--set experts_per_tok=…")
     if top_k > count:
@@ -156,7 +156,7 @@ def moe(view: View) -> BranchPart:
             f"{count} experts"
         )
     shared = view.shape("shared.gate.weight", 2)[0] if "shared.gate.weight" in view else None
-    if view.facts.given("shared_expert_enabled") and not shared:
+    if view.facts.find("shared_expert_enabled") and not shared:
         view.shape("shared.gate.weight", 2)  # says what is missing
     if shared:  # the trainer adds it whatever the flag says
         view.facts.values["shared_expert_enabled"] = True

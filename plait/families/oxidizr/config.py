@@ -120,7 +120,7 @@ class OxidizrFacts:
         else:
             self.values[key], self.provenance[key] = value, where
 
-    def given(self, key: str) -> Any:
+    def find(self, key: str) -> Any:
         """The config's value, or what a tensor showed before; None if neither has one."""
         return self.values.get(key)
 

@@ -114,9 +114,9 @@ class Catalog:
 
     def theirs(self, ours: str) -> str:
         """The tensor's name in the file; for one that is not there, the name it should have."""
-        return self.names.get(ours) or self._expected(ours)
+        return self.names.get(ours) or self._expect(ours)
 
-    def _expected(self, ours: str) -> str:
+    def _expect(self, ours: str) -> str:
         general = re.sub(r"\d+", "#", ours)
         for known, name in self.names.items():  # as the other layers and experts have it
             if re.sub(r"\d+", "#", known) == general:

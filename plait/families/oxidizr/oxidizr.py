@@ -150,18 +150,18 @@ def _check_layers(facts: OxidizrFacts, catalog: Catalog) -> None:
     layers = catalog.layers
     facts.tensor("num_layers", len(layers), f"layers.0 … layers.{len(layers) - 1} of the file")
     ssm = [i for i, layer in enumerate(layers) if layer.mixer in MAMBAS]
-    if ssm or facts.given("mamba_layers") is not None:
-        stated = facts.given("mamba_layers")
+    if ssm or facts.find("mamba_layers") is not None:
+        stated = facts.find("mamba_layers")
         same = stated is not None and sorted(stated) == ssm
         facts.tensor("mamba_layers", stated if same else ssm, _evidence(catalog, stated, ssm))
-    if (attention := facts.given("attention_layers")) is not None:
+    if (attention := facts.find("attention_layers")) is not None:
         rest = [i for i in range(len(layers)) if i not in ssm]
         facts.tensor("attention_layers", attention if sorted(attention) == rest else rest, "the other layers")
     kinds = {layers[i].mixer for i in ssm}
-    if "mamba3" in kinds or facts.given("mamba3_enabled") is not None:
+    if "mamba3" in kinds or facts.find("mamba3_enabled") is not None:
         has = "mamba3" in kinds or not kinds
         facts.tensor("mamba3_enabled", has, f"the {' and '.join(sorted(kinds)) or 'missing Mamba'} layers")
-    if len(kinds) == 1 and facts.given("ssm_variant"):
+    if len(kinds) == 1 and facts.find("ssm_variant"):
         facts.tensor("ssm_variant", next(iter(kinds)), f"{_example(catalog, ssm[0])}")
     _check_words(facts, catalog)
 
@@ -204,7 +204,7 @@ def _means(word: str, layer: Layer) -> bool:
 
 def _check_words(facts: OxidizrFacts, catalog: Catalog) -> None:
     found = [_word(layer) for layer in catalog.layers]
-    words = facts.given("layer_types")
+    words = facts.find("layer_types")
     if words is not None and len(words) == len(found):
         for i, (word, layer) in enumerate(zip(words, catalog.layers, strict=True)):
             if not _means(word, layer):
@@ -231,7 +231,7 @@ def _check_ends(facts: OxidizrFacts, catalog: Catalog, shapes: Mapping[str, Shap
     facts.tensor("vocab_size", embed[0], source)
     facts.tensor("hidden_size", embed[1], source)
     tied = "head.weight" not in shapes
-    if tied and facts.given("tie_word_embeddings") is False:
+    if tied and facts.find("tie_word_embeddings") is False:
         facts.problems.append(
             MissingTensor(
                 f"{facts.provenance['tie_word_embeddings']} says tie_word_embeddings = false, but the "
@@ -307,12 +307,12 @@ def _spec(
         facts.values["ssm_mode"], facts.provenance["ssm_mode"] = ssm_mode, "option ssm_mode"
     return ModelSpec(
         "oxidizr",
-        facts.given("hidden_size"),
-        facts.given("vocab_size"),
+        facts.find("hidden_size"),
+        facts.find("vocab_size"),
         _layers(catalog, parts),
         NormSpec(facts.default("rms_norm_eps", 1e-5)),
         facts.default("max_seq_len", 4096),
-        tied=facts.given("tie_word_embeddings"),
+        tied=facts.find("tie_word_embeddings"),
         causal=not (scans and ssm_mode == "exact"),
     )
 

@@ -29,14 +29,14 @@ def _heads(view: View) -> tuple[int, int, int]:
     dim = view.divide(inner, heads, "out.weight", "mamba2_head_dim")
     view.measure("mamba2_head_dim", dim, "out.weight")
     expand = inner / view.hidden
-    if expand.is_integer() or view.facts.given("mamba2_expand"):
+    if expand.is_integer() or view.facts.find("mamba2_expand"):
         view.measure("mamba2_expand", int(expand) if expand.is_integer() else expand, "out.weight")
     return heads, dim, inner
 
 
 def _groups(view: View, both: int, heads: int, leaf: str) -> tuple[int, int]:
     """(groups, state size) out of their product; a config that knows neither means one group."""
-    size = view.facts.given("mamba2_state_size")
+    size = view.facts.find("mamba2_state_size")
     if size and (both % size or heads % (both // size)):
         where = view.facts.provenance["mamba2_state_size"]
         raise UnsupportedModel(
@@ -54,7 +54,7 @@ def _groups(view: View, both: int, heads: int, leaf: str) -> tuple[int, int]:
 
 
 def _chunk_size(view: View) -> int:
-    if view.ssm_mode == "exact" and not view.facts.given("mamba2_chunk_size"):
+    if view.ssm_mode == "exact" and not view.facts.find("mamba2_chunk_size"):
         raise ConfigError(
             "ssm_mode exact needs mamba2_chunk_size: it changes what this mode computes, the config does not "
             "give it and no tensor shows it; run with --set mamba2_chunk_size=… (the trainer's examples have "

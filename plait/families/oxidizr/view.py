@@ -80,10 +80,10 @@ class View:
 
     def rope(self, dim: int) -> RopeSpec:
         theta = self.facts.default("rope_theta", 10_000.0)
-        scaling = dict(self.facts.given("rope_scaling") or {})
+        scaling = dict(self.facts.find("rope_scaling") or {})
         if "type" in scaling:
             scaling["rope_type"] = scaling.pop("type")
-        return RopeSpec(dim, float(theta), scaling, bool(self.facts.given("rope_interleave")))
+        return RopeSpec(dim, float(theta), scaling, bool(self.facts.find("rope_interleave")))
 
     def rms(self) -> NormSpec:
         return NormSpec(self.facts.default("rms_norm_eps", 1e-5))

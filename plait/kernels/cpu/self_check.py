@@ -98,8 +98,8 @@ def differs(op: Op, case: Mapping[str, object], cpu: Executor) -> bool:
         torch.manual_seed(0)
         args, kwargs = op.make(case, torch.float32, "cpu")
     own = [a.clone() if isinstance(a, Tensor) else a for a in args]  # caches are written
-    wanted, found = op.reference(*args, **kwargs), variant.bound(cpu)(*own, **kwargs)
-    near = op.allowed(variant, torch.float32)
+    wanted, found = op.reference(*args, **kwargs), variant.bind(cpu)(*own, **kwargs)
+    near = op.find_tolerance(variant, torch.float32)
     return not torch.allclose(found, wanted, rtol=near, atol=near)
 
 

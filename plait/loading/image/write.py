@@ -62,7 +62,7 @@ def _keep_weights(built: Built | Loaded, limit: int) -> None:
     """Write packed weights that are in no file yet. Raises BadFile, and CannotRecord where none are kept."""
     for shelf, packed in list_shelves(built.target):
         is_kept = shelf.is_full or (bool(shelf.written) and shelf.path.exists())
-        if is_kept or (packed is not built.target and not shelf.needed()):
+        if is_kept or (packed is not built.target and not shelf.count_needed()):
             continue
         kept = keep(shelf, built.opened, packed, limit)
         log.info("%s", kept)
@@ -75,7 +75,7 @@ def keep_image_at_startup(built: Built | Loaded) -> None:
     config, shelves = built.opened.config, [shelf for shelf, _ in list_shelves(built.target)]
     if config.startup_image == "renew" or why_no_image(config) or not built.runner.is_recorded:
         return
-    needed = sum(shelf.needed() for shelf in shelves if not shelf.is_full)
+    needed = sum(shelf.count_needed() for shelf in shelves if not shelf.is_full)
     if built.target.shelf is None or needed > AUTOMATIC_NBYTES:
         return
     log.info("%s", keep_image(built, AUTOMATIC_FOLDER_NBYTES))

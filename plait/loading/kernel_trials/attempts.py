@@ -224,7 +224,7 @@ def start_child(children: TrialChildren) -> tuple[ChildProcess | None, Attempt]:
         obstacle = json.loads(child.read_line(START_S)).get("failed")
     except (TimeoutError, EOFError, OSError, ValueError) as error:
         if isinstance(error, EOFError):
-            child.ended(END_S)  # its pipe closes before it is gone
+            child.read_status(END_S)  # its pipe closes before it is gone
         obstacle = f"the trial's process {child.explain_start(error, START_S)}"
         is_sure = isinstance(error, TimeoutError)
     if obstacle is None:
@@ -249,7 +249,7 @@ def _ask(child: ChildProcess, trial: KernelTrial, trial_s: float) -> Attempt:
     except TimeoutError:
         return Attempt(True, f"it hangs: it had {trial_s:g} s", ends_child=True, is_sure=False)
     except (EOFError, OSError):
-        return _explain_end(child.ended(END_S))
+        return _explain_end(child.read_status(END_S))
     except ValueError as error:
         return Attempt(True, f"its trial gives no answer ({error})", ends_child=True, is_sure=False)
     if "failed" in found:

@@ -62,11 +62,11 @@ def try_variant(op: Op, variant: Variant, case: Mapping[str, object], dtype: tor
         wanted = _outputs(op, op.reference, deepcopy(args), kwargs)
     except Exception as error:
         raise ReferenceFailed(f"its reference does not run: {_describe(error)}") from error
-    found = _outputs(op, variant.bound(None), deepcopy(args), kwargs)
-    again = _outputs(op, variant.bound(None), deepcopy(args), kwargs)
+    found = _outputs(op, variant.bind(None), deepcopy(args), kwargs)
+    again = _outputs(op, variant.bind(None), deepcopy(args), kwargs)
     if len(found) != len(wanted):
         return f"it returns {len(found)} tensors, and the reference {len(wanted)}"
-    near = op.allowed(variant, dtype)
+    near = op.find_tolerance(variant, dtype)
     for a, b, twin in zip(found, wanted, again, strict=True):
         if a.shape != b.shape:
             return f"it returns {list(a.shape)}, and the reference {list(b.shape)}"

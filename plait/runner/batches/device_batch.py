@@ -124,7 +124,7 @@ class DeviceBatch:
         at = self._tables[group]
         return self.memory[at : at + bucket * self._width].view(bucket, self._width)
 
-    def moving(self, bucket: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def list_moving(self, bucket: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of the first rows, what a step moves on: active, token ids, positions, lengths."""
         active, ids, positions, lens = (
             self._of(name, bucket) for name in ("active", "token_ids", "positions", "seq_lens")

@@ -36,7 +36,7 @@ class Candidates:
     logits: Doubles
     is_sorted: bool = False
 
-    def sorted(self) -> Candidates:
+    def sort_down(self) -> Candidates:
         """Largest first, the lower id first among equals."""
         if self.is_sorted:
             return self
@@ -212,7 +212,7 @@ def warm(left: Candidates, row: ChainRow) -> Candidates:
         low = max(heat - spread, 0.0)
         heat = low + (heat + spread - low) * min(max(entropy, 0.0), 1.0) ** params.dynatemp_exponent
     if heat <= 0:
-        return left.sorted().first(1)
+        return left.sort_down().first(1)
     with np.errstate(over="ignore"):
         left = replace(left, logits=(left.logits - left.logits.max()) / heat)
     return left.where(np.isfinite(left.logits))
@@ -236,7 +236,7 @@ def cut_top_k(left: Candidates, row: ChainRow) -> Candidates:
         return left
     if not left.is_sorted:  # no more than what can be among them is sorted
         left = left.where(left.logits >= np.partition(left.logits, -count)[-count])
-    return left.sorted().first(count)
+    return left.sort_down().first(count)
 
 
 def cut_top_p(left: Candidates, row: ChainRow) -> Candidates:
@@ -244,7 +244,7 @@ def cut_top_p(left: Candidates, row: ChainRow) -> Candidates:
     most = 1.0 if row.params.top_p is None else row.params.top_p
     if most >= 1:
         return left
-    left = left.sorted()
+    left = left.sort_down()
     mass = np.cumsum(np.exp(left.logits - left.logits[0]))
     return left.first(1 + int(np.count_nonzero(mass[:-1] < most * mass[-1])))
 
@@ -260,7 +260,7 @@ def cut_atypical(left: Candidates, row: ChainRow) -> Candidates:
     as few as have more than this probability; the likelier first among equals."""
     if row.params.typical_p >= 1:
         return left
-    left = left.sorted()
+    left = left.sort_down()
     share = left.probabilities()
     information = -np.log(np.maximum(share, 1e-300))
     order = np.argsort(np.abs(information - (share * information).sum()), kind="stable")
@@ -276,7 +276,7 @@ def exclude_top(left: Candidates, row: ChainRow) -> Candidates:
         return left
     if uniform(row.seed ^ XTC_SEED, row.position) >= params.xtc_probability:
         return left
-    left = left.sorted()
+    left = left.sort_down()
     above = int(np.count_nonzero(left.probabilities() >= params.xtc_threshold))
     return left if above < 2 else Candidates(left.ids[above - 1 :], left.logits[above - 1 :], True)
 

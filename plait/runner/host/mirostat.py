@@ -20,7 +20,7 @@ ESTIMATED_FROM = 100  # the likeliest tokens that version 1 fits Zipf's exponent
 
 def choose_by_surprise(left: Candidates, row: ChainRow, mu: float | None) -> tuple[int, float]:
     """One of the candidates, and the next μ. mu: after the token before; None: this is the first one."""
-    params, left = row.params, left.sorted()
+    params, left = row.params, left.sort_down()
     bound = 2 * params.mirostat_tau if mu is None else mu
     share = left.probabilities()
     if params.mirostat == 1:

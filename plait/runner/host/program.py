@@ -69,9 +69,9 @@ class HostProgram:
             rows = (MOST_STEPS, static.capacity.seqs)
             self._kept = np.zeros(rows, np.int64), np.zeros(rows, np.float32)
             self._step = np.zeros(1, np.int64)
-            self._between = static.following(threads, results.largest, self._kept, self._step)
+            self._between = static.make_between(threads, results.largest, self._kept, self._step)
             self._stops, self._num_stops = np.zeros(MOST_STOPS, np.int64), np.zeros(1, np.int64)
-            self._stopping = threads.stopping(table, results.largest[0], self._stops, self._num_stops)
+            self._stopping = threads.make_ending(table, results.largest[0], self._stops, self._num_stops)
 
     def __call__(self, plan: StepPlan) -> Floats:
         """Logits of the requested rows, [L, vocab] float32: memory that the next call overwrites."""

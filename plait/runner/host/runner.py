@@ -33,6 +33,7 @@ class HostRunner:
     """
 
     is_recorded = ends_steps = True
+    graphs: None = None  # those are a device's
 
     def __init__(
         self, replay: ProgramReplay, store: HostStore, open_full: Callable[[HostStore], FullRunner]

@@ -279,7 +279,7 @@ def _choose_by_chain(logits: Floats, draw_of: Draw, bounds: Bounds) -> int:
     chained = ChainRow(row.params, past, row.prompt_len, row.seed, row.position + i)
     left = list_candidates(logits, chained)
     if not row.params.mirostat:
-        return draw(left.sorted(), uniform(row.seed, row.position + i))
+        return draw(left.sort_down(), uniform(row.seed, row.position + i))
     known = bounds.setdefault(id(row), [])
     token_id, bound = choose_by_surprise(left, chained, known[-1] if known else row.mirostat_mu)
     known.append(bound)

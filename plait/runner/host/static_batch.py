@@ -36,8 +36,8 @@ class NativeThreads(Protocol):
         between: Any = None,
         kind: int | None = None,
     ) -> int: ...
-    def following(self, *args: object) -> object: ...
-    def stopping(self, program: Any, *args: object) -> object: ...
+    def make_between(self, *args: object) -> object: ...
+    def make_ending(self, program: Any, *args: object) -> object: ...
     def close(self) -> None: ...
 
 
@@ -148,7 +148,7 @@ class StaticBatch:
                 mapping[s] = table[s, self.positions[s] // size] * size
         return count
 
-    def following(
+    def make_between(
         self, threads: NativeThreads, largest: Found, kept: Found, step: npt.NDArray[np.int64]
     ) -> object:
         """The native code that does `follow` between two steps of one call, for the largest logits.
@@ -156,7 +156,7 @@ class StaticBatch:
         ids and values are kept for each step, in rows of `kept`; `step` counts.
         """
         places = self.table_places
-        return threads.following(
+        return threads.make_between(
             *(*largest, self.ids, self.moving, self.moving.strides[0], len(places), places),
             *(self.block_size, *kept, *(a.strides[0] for a in kept), step),
         )

@@ -34,7 +34,7 @@ class TableMaker(Protocol):
     def steps(self) -> int: ...
     def glue(self, name: str, *args: object) -> object: ...
     def draw(self, logits: Floats, width: int, settings: tuple[object, ...], ids: object) -> object: ...
-    def joined(self, parts: Sequence[object]) -> object: ...
+    def join(self, parts: Sequence[object]) -> object: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ class NativeTurns:
         for number in range(1, count + 1):
             where = (s.ids, h.ids, head_moving, h.starts, h.logit_rows, *numbers)
             parts += [head.table, *proposing, glue("take", number, count, proposed, *where)]
-        turn.table = self._maker.joined(parts)
+        turn.table = self._maker.join(parts)
         return turn
 
     def _make_draws(self) -> tuple[DrawTable, DrawTable]:

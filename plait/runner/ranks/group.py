@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -72,6 +73,8 @@ class RankGroup:
         self._folder = MeetingFolder()
         self.meeting = str(self._folder.path / "meeting")
         self._members: list[_Member] = []
+        self.is_open, self._lost_by = True, list[RankLost]()
+        self.abort: Callable[[], object] = _abort_nothing  # breaks off what this rank waits for, where it can
         self._number = 0
         self._expected: dict[int, bytes] = {}  # by the number of a step that some rank has not reported
         self._reported: dict[int, dict[int, bytes]] = {}  # by step, then rank
@@ -92,7 +95,12 @@ class RankGroup:
         try:
             member.connection.send_bytes(encode(join))
         except OSError as error:
-            raise self._lost(error) from error
+            raise self._explain(error) from error
+
+    @property
+    def started(self) -> list[StartedRank]:
+        """Ranks 1 and up."""
+        return [member.started for member in self._members]
 
     @property
     def pids(self) -> list[int]:
@@ -137,7 +145,7 @@ class RankGroup:
         except PlaitError:  # of this rank alone: too little memory, or a kernel that cannot run
             raise
         except Exception as error:
-            raise self._lost(error) from error
+            raise self._explain(error) from error
         return min(own, *(self._expect_report(member, MemoryMeasured).nbytes for member in self._members))
 
     def prepare(self, message: Prepare) -> None:
@@ -167,7 +175,7 @@ class RankGroup:
         try:
             return RankTicket(self, run(plan, sampling), self._number, data)
         except Exception as error:
-            raise self._lost(error) from error
+            raise self._explain(error) from error
 
     def score(self, run: Callable[[], Tensor], token_ids: Sequence[int], chunk_size: int) -> Tensor:
         """Logits of a prompt, computed by all ranks."""
@@ -175,7 +183,7 @@ class RankGroup:
         try:
             return run()
         except Exception as error:
-            raise self._lost(error) from error
+            raise self._explain(error) from error
 
     def expect(self, number: int, data: bytes, answers: Sequence[Sampled]) -> None:
         """Compare what this rank sampled in a step with what the others did, as far as they have reported."""
@@ -190,8 +198,16 @@ class RankGroup:
             member.started.let_go()
         for member in self._members:
             member.started.end()
-        self._members = []
+        self._members, self.is_open = [], False
         self._folder.remove()
+
+    def kill(self, error: RankLost) -> None:
+        """End the other ranks at once, so that what waits for them raises this error. From any thread."""
+        self._lost_by.append(error)
+        for started in self.started:
+            started.process.kill()
+        # What it breaks off may hold it, too.
+        threading.Thread(target=self.abort, name="plait-abort", daemon=True).start()
 
     def _send(self, message: RankMessage) -> bytes:
         self._check()
@@ -200,7 +216,7 @@ class RankGroup:
             try:
                 member.connection.send_bytes(data)
             except OSError as error:
-                raise self._lost(error) from error
+                raise self._explain(error) from error
         return data
 
     def _check(self) -> None:
@@ -224,13 +240,15 @@ class RankGroup:
         try:
             report = receive_report(member.connection)
         except (EOFError, OSError, EngineError) as error:
-            raise self._lost(error) from error
+            raise self._explain(error) from error
         if isinstance(report, Failed):
             raise RankLost(f"rank {member.index} has failed: {report.text}")
         return report
 
-    def _lost(self, error: BaseException) -> RankLost:
+    def _explain(self, error: BaseException) -> RankLost:
         """What to report of an error that ends the group."""
+        if self._lost_by:
+            return RankLost(str(self._lost_by[0]))
         if isinstance(error, RankLost):
             return error
         ended = ", ".join(self._ends())
@@ -246,6 +264,10 @@ class RankGroup:
                 code = member.process.wait(0.2)
                 how = f"by signal {-code}" if code < 0 else f"with code {code}"
                 yield f"rank {member.index} ended {how}"
+
+
+def _abort_nothing() -> None:
+    """Before ranks have met."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +288,6 @@ class RankTicket:
         try:
             answers = self.ticket.wait()
         except Exception as error:
-            raise self.group._lost(error) from error
+            raise self.group._explain(error) from error
         self.group.expect(self.number, self.data, answers)
         return answers

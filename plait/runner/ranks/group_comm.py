@@ -71,6 +71,16 @@ class GroupComm:
         self._group.allreduce([total]).wait()
         return total
 
+    def abort(self) -> None:
+        """Break off sums that wait for other ranks, from any thread. Nothing can be summed any more.
+
+        gloo's fail by themselves when another rank's process has ended.
+        """
+        try:
+            self._group.abort()
+        except Exception as error:  # of a part of torch that is not public: it may raise anything
+            log.debug("ranks: sums cannot be broken off: %s", error)
+
     def _open_one_shot(self, meeting: str, device: torch.device, backend: SymmetricBackend) -> None:
         """Small sums over symmetric memory, if all ranks can: each step is taken by all of them, or by none.
 

@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Protocol
@@ -167,12 +167,23 @@ def take_rank() -> StartedRank:
 
 
 class RankWatch:
-    """Finds ranks of this process of which no thread runs. One thread makes it, and looks again and again."""
+    """Finds ranks of which no thread runs: of this process, or those given.
 
-    def __init__(self) -> None:
+    One thread makes it, and looks again and again; no two look at the same ranks.
+    """
+
+    def __init__(self, ranks: Sequence[StartedRank] = _running) -> None:
+        self._ranks = ranks
         self._signs: dict[int, float] = {}  # by process: when it last showed that it runs
         self._ends: dict[int, float] = {}  # by process: when it was seen to have ended
         self._looked_s = time.monotonic()
+
+    def find_lost(self, ended_s: float = ENDED_S) -> tuple[int, str] | None:
+        """(process, why) of a rank that others wait for in vain; None: there is none."""
+        if (ended := self.find_ended(ended_s)) is not None:
+            return ended
+        quiet = self.find_quiet()
+        return None if quiet is None else (quiet, f"has shown no sign of life for {QUIET_S:g} s")
 
     def find_quiet(self, quiet_s: float = QUIET_S) -> int | None:
         """A process that has shown signs of life, and none for so long; None: there is none.
@@ -183,7 +194,7 @@ class RankWatch:
         # After a pause of its own this process was stopped, perhaps together with its ranks.
         is_awake = now - self._looked_s <= quiet_s / 4
         self._looked_s = now
-        for rank in [*_running]:
+        for rank in [*self._ranks]:
             pid = rank.process.pid
             if rank.has_sign() or (pid in self._signs and not is_awake):
                 self._signs[pid] = now
@@ -197,7 +208,7 @@ class RankWatch:
         This process waits in a sum for it, on a GPU until NCCL's limit of minutes.
         """
         now = time.monotonic()
-        for rank in [*_running]:
+        for rank in [*self._ranks]:
             pid = rank.process.pid
             if rank.has_ended() and now - self._ends.setdefault(pid, now) > ended_s:
                 failure = rank.read_failure()

@@ -299,7 +299,7 @@ class MessagesReply(BlockReply):
         yield MessageEvent("message_delta", delta=self._end(), usage=usage, warning=self.warning or UNSET)
         yield MessageEvent("message_stop")
 
-    def failed(self, problem: Problem) -> Iterable[MessageError]:
+    def fail(self, problem: Problem) -> Iterable[MessageError]:
         return (refusal(problem),)
 
     def _end(self) -> MessageEnd:

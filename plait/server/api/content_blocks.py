@@ -75,7 +75,7 @@ def in_words_of(names: Mapping[str, str], places: Sequence[str]) -> Iterator[Non
         text = str(error)
         if text.startswith(error.param):
             text = param + text.removeprefix(error.param)
-        raise error.reworded(text, param) from error
+        raise error.reword(text, param) from error
 
 
 def _rename_param(param: str, names: Mapping[str, str], places: Sequence[str]) -> str:

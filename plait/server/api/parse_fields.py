@@ -126,9 +126,7 @@ def name_as_sent(error: Exception, aliases: Mapping[str, str]) -> Exception:
     text, name = str(error), aliases.get(param)
     if name is None or not isinstance(error, RequestError):
         return error
-    return error.reworded(
-        f"{name}{text.removeprefix(param)}" if text.startswith(f"{param}: ") else text, name
-    )
+    return error.reword(f"{name}{text.removeprefix(param)}" if text.startswith(f"{param}: ") else text, name)
 
 
 def string_of(found: Mapping[str, object], name: str, at: str) -> str:

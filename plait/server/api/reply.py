@@ -238,7 +238,7 @@ class ApiReply(ABC):
         """The events after the last delta."""
         return ()
 
-    def failed(self, problem: Problem) -> Iterable[msgspec.Struct]:
+    def fail(self, problem: Problem) -> Iterable[msgspec.Struct]:
         """The last events of a stream that fails."""
         return (problem.body(),)
 

@@ -247,7 +247,7 @@ class Account:
         self.num_requests += 1
         self.last_used = time.time()
 
-    def remaining(self) -> tuple[int | None, int | None]:
+    def count_remaining(self) -> tuple[int | None, int | None]:
         """Requests and tokens that may be used now; None: no limit."""
         now = self._clock()
         requests, tokens = (

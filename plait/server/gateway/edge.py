@@ -37,11 +37,11 @@ class Edge:
             except PlaitError as error:
                 exchange.reason = problem(error).reason
                 app = self._gate.answer_to(error, path)
-            await app(scope, receive, self._named(exchange, send))
+            await app(scope, receive, self._add_headers(exchange, send))
         finally:
             self._traffic.end(exchange)
 
-    def _named(self, exchange: Exchange, send: Send) -> Send:
+    def _add_headers(self, exchange: Exchange, send: Send) -> Send:
         """`send` with the headers that every answer has."""
 
         async def named(message: Message) -> None:

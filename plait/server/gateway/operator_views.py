@@ -137,7 +137,7 @@ def list_keys(traffic: Traffic, models: ServedModels, query: Mapping[str, str]) 
     found = []
     for key in keyring.keys or (keyring.anybody,):
         account, allowance = traffic.limits.account(key), key.allowance
-        requests, tokens = account.remaining()
+        requests, tokens = account.count_remaining()
         found.append(
             KeyUsage(
                 name=key.name,

@@ -197,11 +197,11 @@ class RequestContext:
 
     def prepare(self, prompt: str | Sequence[int], params: SamplingParams, **more: Any) -> Request:
         """As Front's. Raises InvalidField, too, if the whole HTTP request asks for too many tokens."""
-        return self._counted(self.front.prepare(prompt, params, **more))
+        return self._count(self.front.prepare(prompt, params, **more))
 
     def prepare_chat(self, messages: Sequence[Mapping[str, Any]], *given: Any, **options: Any) -> Request:
         """As Front's, and bounded like `prepare`."""
-        return self._counted(self.front.prepare_chat(messages, *given, **options))
+        return self._count(self.front.prepare_chat(messages, *given, **options))
 
     def submit(self, request: Request, interval: int | None = 1) -> OutputStream:
         """As Front's, under the key's own salt. The key pays for the prompt."""
@@ -220,7 +220,7 @@ class RequestContext:
         """Name hints that change nothing in the reply's header. `words`: what a chat's fields are called."""
         self.exchange.unread += (words.get(name, name) for name in names)
 
-    def _counted(self, request: Request) -> Request:
+    def _count(self, request: Request) -> Request:
         asked = self.exchange.num_asked_tokens + request.params.n * (request.params.max_tokens or 0)
         self.exchange.num_asked_tokens = asked
         if asked > MAX_OUTPUT_TOKENS:
@@ -308,7 +308,7 @@ async def _try_grammars(context: RequestContext, request: Request) -> Request:
     Raises BadGrammar, DeadlineExceeded for a request past its timeout, and CapacityError.
     """
     front = context.front
-    for grammar in front.untried(request):
+    for grammar in front.list_untried(request):
         assert front.grammars is not None
         began, left = time.monotonic(), request.timeout_s or front.grammars.limits.wait_s
         try:

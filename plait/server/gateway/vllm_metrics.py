@@ -79,7 +79,7 @@ class Aliases(Collector):
             found.add_sample(found.name, {**labels, **_engine_of(sample), **self._labels}, sample.value)
         return found
 
-    def _finished(self, family: Metric) -> Metric:
+    def _describe_ends(self, family: Metric) -> Metric:
         found = Family("vllm:request_success", family.documentation, "counter")
         for sample in family.samples:
             reason = FINISHED.get(sample.labels["finish_reason"], sample.labels["finish_reason"])
@@ -87,7 +87,7 @@ class Aliases(Collector):
             found.add_sample(f"{found.name}_total", labels, sample.value)
         return found
 
-    def _preempted(self, family: Metric) -> Metric:
+    def _sum_preemptions(self, family: Metric) -> Metric:
         found = Family("vllm:num_preemptions", family.documentation, "counter")
         totals: dict[tuple[tuple[str, str], ...], float] = {}
         for sample in family.samples:
@@ -105,8 +105,8 @@ def _engine_of(sample: Sample) -> dict[str, str]:
 
 _MADE: Mapping[str, Callable[[Aliases, Metric], Metric]] = {
     "plait_cache_config_info": Aliases._describe_cache,
-    "plait_requests": Aliases._finished,
-    "plait_preemptions": Aliases._preempted,
+    "plait_requests": Aliases._describe_ends,
+    "plait_preemptions": Aliases._sum_preemptions,
 }
 
 

@@ -104,7 +104,7 @@ class TurnTransport:
         self._pieces, self._size = [], 0
         self._inner.abort()
 
-    def closed(self) -> None:
+    def end(self) -> None:
         """The connection has ended."""
         if self._end is not None:
             self._end.cancel()
@@ -163,9 +163,9 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         _stop(self._deadline)
         _stop(self._unread)
-        self._turns.closed()
+        self._turns.end()
         super().connection_lost(exc)
-        if running := self._answering():  # uvicorn notifies the last of several, which only waits
+        if running := self._find_unanswered():  # uvicorn notifies the last of several, which only waits
             running.disconnected = True
             running.message_event.set()
         self._asked.clear()
@@ -177,7 +177,7 @@ class Connection(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         """The server stops: open requests are answered, and a client that has just connected may send one."""
-        if self._answering():
+        if self._find_unanswered():
             super().shutdown()
         else:
             _stop(self._deadline)
@@ -221,7 +221,7 @@ class Connection(HttpToolsProtocol):
                 raise ValueError("this is no proxy")  # the parser's caller answers 400
             return
         super().on_headers_complete()
-        self._answering()  # forgets those that are answered
+        self._find_unanswered()  # forgets those that are answered
         self._asked.append(self.cycle)
         if self.pipeline:
             self._read_ahead()
@@ -285,7 +285,7 @@ class Connection(HttpToolsProtocol):
         Where another answer has begun, there is no place for this one, so that answer is cut.
         """
         self._is_refused = True
-        answering = self._answering()
+        answering = self._find_unanswered()
         if answering and answering.response_started:
             self._end()
             return
@@ -309,7 +309,7 @@ class Connection(HttpToolsProtocol):
         if len(self.pipeline) < MAX_PIPELINED and waiting <= HIGH_WATER_LIMIT:
             self.flow.resume_reading()
 
-    def _answering(self) -> RequestResponseCycle | None:
+    def _find_unanswered(self) -> RequestResponseCycle | None:
         """The request that is being answered, if one is."""
         while self._asked and self._asked[0].response_complete:
             self._asked.popleft()
@@ -325,7 +325,7 @@ class Connection(HttpToolsProtocol):
         self._end()
 
     def _end_unasked(self) -> None:
-        if self._in_head and not self._answering():
+        if self._in_head and not self._find_unanswered():
             self._is_refused = True
             self._answer(problem(NotReady("the server is stopping and takes no more requests")))
         else:
@@ -338,7 +338,7 @@ class Connection(HttpToolsProtocol):
         self._deadline = self.loop.call_later(FLUSH_S, self.transport.abort)
 
     def _give_up_reader(self) -> None:
-        cycle = self._answering() or self.cycle  # what is not read may be the end of the last answer
+        cycle = self._find_unanswered() or self.cycle  # what is not read may be the end of the last answer
         request_id = cycle.scope.get(REQUEST_ID, "") if cycle else ""
         text = "%s: the client read nothing for %g s; its connection was cut"
         logger.warning(text, request_id, READ_TIMEOUT_S)

@@ -83,7 +83,7 @@ def plan(context: RequestContext, body: Mapping[str, object]) -> NativeReply:
     read = {"add_special": asked.add_special_tokens, "allow_special": asked.parse_special}
     request = context.prepare(_read_prompt(context, asked), params, terms=asked, **read)
     request = replace(
-        context.front.held(request, grammar), shows_progress=asked.stream and asked.return_progress
+        context.front.constrain(request, grammar), shows_progress=asked.stream and asked.return_progress
     )
     return NativeReply(context, asked, request)
 

@@ -57,7 +57,7 @@ def plan(context: RequestContext, body: Mapping[str, object]) -> NativeReply:
     grammar = grammar_from(rest)
     request = context.prepare(read_prompt(context, parts), params, terms=asked)
     request = replace(
-        context.front.held(request, grammar), shows_progress=asked.stream and asked.return_progress
+        context.front.constrain(request, grammar), shows_progress=asked.stream and asked.return_progress
     )
     return NativeReply(context, asked, request)
 
@@ -76,7 +76,7 @@ def read_prompt(context: RequestContext, parts: InfillParts) -> list[int]:
     try:
         ids = fill_in_prompt(tokenizer, parts.input_prefix, parts.input_suffix, others)
     except InvalidField as error:
-        raise error.reworded(str(error).replace("suffix: ", "input_suffix: "), "input_suffix") from None
+        raise error.reword(str(error).replace("suffix: ", "input_suffix: "), "input_suffix") from None
     return [*ids, *tokenizer.encode(parts.prompt, add_special=False, allow_special=False)]
 
 

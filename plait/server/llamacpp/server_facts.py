@@ -58,7 +58,7 @@ class SlotFacts(msgspec.Struct, frozen=True):
 
 def props(front: Front, name: str) -> Props:
     """Facts about the server and its model."""
-    params = SamplingParams(max_tokens=None).resolved(front.generation_config)
+    params = SamplingParams(max_tokens=None).resolve(front.generation_config)
     settings: dict[str, Any] = {one: getattr(params, one) for one in _SETTINGS}
     settings |= {"n_predict": -1, "repeat_penalty": params.repetition_penalty, "stop": []}
     tokenizer, template = front.tokenizer, front.chat_template

@@ -93,14 +93,14 @@ class McpClient:
                     if tool.name and len(tool.name) <= MAX_TOOL_NAME:
                         found.setdefault(tool.name, tool)
                 if len(found) > MAX_SERVER_TOOLS:
-                    raise self._failed(f"it lists more than {MAX_SERVER_TOOLS} tools")
+                    raise self._make_error(f"it lists more than {MAX_SERVER_TOOLS} tools")
                 cursor = page.next_cursor
                 if cursor is None:
                     return [*found.values()]
                 if cursor in seen:
-                    raise self._failed("its list of tools comes back to a page that was read")
+                    raise self._make_error("its list of tools comes back to a page that was read")
                 seen.add(cursor)
-            raise self._failed(f"its list of tools has more than {MAX_PAGES} pages")
+            raise self._make_error(f"its list of tools has more than {MAX_PAGES} pages")
 
     async def call_tool(self, name: str, arguments: Mapping[str, object]) -> McpResult:
         """Call a tool once. Raises McpFailed; a failure of the tool itself is a result."""
@@ -108,7 +108,7 @@ class McpClient:
             answer = await self._ask("tools/call", {"name": name, "arguments": dict(arguments)})
         result = read_as(self.server.label, answer, McpResult, "the result of the call")
         if result.result_type != "complete":
-            raise self._failed(f"it asks for more than the arguments ({result.result_type!r:.40})")
+            raise self._make_error(f"it asks for more than the arguments ({result.result_type!r:.40})")
         return result
 
     def close(self) -> None:
@@ -137,9 +137,9 @@ class McpClient:
             async with asyncio.timeout(self._timeout_s):
                 yield
         except TimeoutError:
-            raise self._failed(f"{what} took longer than {self._timeout_s:g} s") from None
+            raise self._make_error(f"{what} took longer than {self._timeout_s:g} s") from None
 
-    def _failed(self, text: str) -> McpFailed:
+    def _make_error(self, text: str) -> McpFailed:
         return McpFailed(f"{self.server.label}: {text}")
 
     async def _ask(self, method: str, params: Json) -> object:
@@ -154,7 +154,7 @@ class McpClient:
         try:
             return _result(self.server.label, (await self._exchange(method, params)).message)
         except _SessionGone:
-            raise self._failed("it ends each session as soon as it has begun") from None
+            raise self._make_error("it ends each session as soon as it has begun") from None
 
     async def _begin(self) -> None:
         params: Json = {"protocolVersion": HANDSHAKES[0], "capabilities": {}, "clientInfo": _INFO}
@@ -169,10 +169,10 @@ class McpClient:
         hello = read_as(self.server.label, result, ServerHello, "the result of initialize")
         if hello.protocol_version not in HANDSHAKES:
             versions = ", ".join((*HANDSHAKES, PLAIN_VERSION))
-            raise self._failed(f"it speaks MCP {hello.protocol_version!r:.40}; known are {versions}")
+            raise self._make_error(f"it speaks MCP {hello.protocol_version!r:.40}; known are {versions}")
         session = answer.headers.get("mcp-session-id", "")
         if session and not _SESSION.fullmatch(session):
-            raise self._failed("its session id has other than 1 to 1024 visible characters")
+            raise self._make_error("its session id has other than 1 to 1024 visible characters")
         self._version, self._session = hello.protocol_version, session
         await self._notify("notifications/initialized", {})
 
@@ -216,7 +216,7 @@ class McpClient:
 
     def _name_in_header(self, name: str) -> str:
         if not _IN_HEADER.fullmatch(name) or name != name.strip():
-            raise self._failed(f"the name of its tool {name!r:.80} fits into no header")
+            raise self._make_error(f"the name of its tool {name!r:.80} fits into no header")
         return name
 
     async def _read(self, answer: HttpAnswer, number: int) -> _Answer | EventReader:
@@ -230,7 +230,7 @@ class McpClient:
             if found is not None:
                 return found
             if not events.last_id:
-                raise self._failed("its stream ended without an answer")
+                raise self._make_error("its stream ended without an answer")
             return events
         if answer.media_type != "application/json":
             raise await self._refusal(answer)
@@ -238,7 +238,7 @@ class McpClient:
         if answer.status != 200 and not isinstance(message.get("error"), dict):
             raise await self._refusal(answer)
         if answer.status == 200 and not _answers(message, number):
-            raise self._failed("it answered another request than the one that it got")
+            raise self._make_error("it answered another request than the one that it got")
         return _Answer(message, answer.headers)
 
     async def _read_events(self, events: EventReader, answer: HttpAnswer, number: int) -> _Answer | None:
@@ -246,14 +246,14 @@ class McpClient:
         async for event in events.read(answer.body):
             count += 1
             if count > MAX_MESSAGES:
-                raise self._failed(f"it sent {MAX_MESSAGES} messages and no answer")
+                raise self._make_error(f"it sent {MAX_MESSAGES} messages and no answer")
             message = await self._decode(event.data)
             if _answers(message, number):
                 return _Answer(message, answer.headers)
             if "method" in message and "id" in message and self._version != PLAIN_VERSION:
                 num_requests += 1
                 if num_requests > MAX_SERVER_REQUESTS:
-                    raise self._failed(f"it sent more than {MAX_SERVER_REQUESTS} requests of its own")
+                    raise self._make_error(f"it sent more than {MAX_SERVER_REQUESTS} requests of its own")
                 await self._reply(message)
         return None
 
@@ -276,7 +276,7 @@ class McpClient:
             async with send_http(self.server, "GET", headers) as answer:
                 if answer.status == 404 and self._session:
                     # The request was read before: it must not be sent again.
-                    raise self._failed("its session ended before the answer came")
+                    raise self._make_error("its session ended before the answer came")
                 if answer.status != 200 or answer.media_type != "text/event-stream":
                     raise await self._refusal(answer)
                 found = None
@@ -284,7 +284,7 @@ class McpClient:
                     found = await self._read_events(events, answer, number)
             if found is not None:
                 return found
-        raise self._failed(f"its stream broke {MAX_BREAKS + 1} times before the answer came")
+        raise self._make_error(f"its stream broke {MAX_BREAKS + 1} times before the answer came")
 
     async def _decode(self, body: bytes) -> Json:
         try:
@@ -292,7 +292,7 @@ class McpClient:
                 return decode_object(body)
             return await asyncio.to_thread(decode_object, body)
         except RequestError as error:
-            raise self._failed(f"it sent no JSON object: {clip_text(error, 120)}") from None
+            raise self._make_error(f"it sent no JSON object: {clip_text(error, 120)}") from None
 
     async def _refusal(self, answer: HttpAnswer) -> McpFailed:
         """The error of a status that is no answer."""

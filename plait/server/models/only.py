@@ -57,7 +57,7 @@ class OnlyModel(ServedModels):
 
     def look_up(self, asked: object) -> ChosenModel:
         front = self.loading.ready()
-        served = self._served(front)
+        served = self._find_name(front)
         if isinstance(asked, str) and asked != served and asked in front.adapters:
             return ChosenModel(front, served, asked, asked)
         if self._config.any_model_name:
@@ -67,7 +67,7 @@ class OnlyModel(ServedModels):
 
     def list_facts(self) -> list[ServedFacts]:
         front = self.loading.ready()
-        return [facts_of_front(front, self._served(front))]
+        return [facts_of_front(front, self._find_name(front))]
 
     def facts_of(self, asked: object) -> ServedFacts:
         found = self.look_up(asked)
@@ -84,7 +84,7 @@ class OnlyModel(ServedModels):
 
     def fronts(self) -> Mapping[str, Front]:
         front = self.loading.front
-        return {} if front is None else {self._served(front): front}
+        return {} if front is None else {self._find_name(front): front}
 
     def registries(self) -> Sequence[CollectorRegistry]:
         if self.loading.front is None:
@@ -103,6 +103,6 @@ class OnlyModel(ServedModels):
     def health(self) -> tuple[int, Health]:
         return self.loading.health()
 
-    def _served(self, front: Front) -> str:
+    def _find_name(self, front: Front) -> str:
         """The model's name, which clients send and replies carry."""
         return self._config.served_model_name or front.name

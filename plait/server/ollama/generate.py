@@ -155,7 +155,7 @@ def _plan_raw(context: RequestContext, body: Mapping[str, object], prompt: str) 
     if not prompt:
         return None
     request = context.prepare(prompt, params, allow_special=True, terms=asked)
-    return ChatPlan(asked, context.front.held(request, grammar), with_ids=False)
+    return ChatPlan(asked, context.front.constrain(request, grammar), with_ids=False)
 
 
 def _load_fields(context: RequestContext) -> dict[str, Any]:
@@ -203,7 +203,7 @@ class LinesReply(BlockReply):
             blocks.text("reasoning"),
             calls,
             logprobs,
-            **self._ended(self.count.engine_timings(traces)),
+            **self._describe_end(self.count.engine_timings(traces)),
         )
 
     def events(self, i: int, delta: Delta) -> Iterator[ReplyLine]:
@@ -212,9 +212,9 @@ class LinesReply(BlockReply):
                 yield line
 
     def end(self) -> Iterator[ReplyLine]:
-        yield self._line(**self._ended(self.count.timings()), warning=self.warning or UNSET)
+        yield self._line(**self._describe_end(self.count.timings()), warning=self.warning or UNSET)
 
-    def failed(self, problem: Problem) -> tuple[OllamaError]:
+    def fail(self, problem: Problem) -> tuple[OllamaError]:
         return (refusal(problem),)
 
     def _line_of(self, step: BlockStep) -> ReplyLine | None:
@@ -243,7 +243,7 @@ class LinesReply(BlockReply):
         message = OllamaMessage(content=text, thinking=thinking or UNSET, tool_calls=[*calls] or UNSET)
         return ChatLine(**head, message=message)
 
-    def _ended(self, timings: Timings) -> dict[str, Any]:
+    def _describe_end(self, timings: Timings) -> dict[str, Any]:
         num_prompt = len(self.requests[0].prompt_token_ids)
         reason = "length" if self.blocks.finish_reason == "length" else "stop"
         return {"done": True, "done_reason": reason, **self._clock.durations(num_prompt, timings)}

@@ -126,7 +126,7 @@ def version(found: Sequence[ServedFacts]) -> OllamaVersion:
 async def show(models: ServedModels, body: Mapping[str, object]) -> ShownModel:
     """A model, which need not be loaded; what is not known before that is left out. Raises ModelNotFound."""
     found = models.facts_of(body.get("model"))
-    params = SamplingParams().resolved(found.front.generation_config if found.front else {})
+    params = SamplingParams().resolve(found.front.generation_config if found.front else {})
     parameters = "\n".join(f"{one:<30} {getattr(params, one):g}" for one in _PARAMETERS)
     return ShownModel(
         modelfile=f"# served by Plait {__version__}\nFROM {found.name}\n",

@@ -61,7 +61,7 @@ def unload_adapter(context: RequestContext, body: Mapping[str, object]) -> Adapt
         context.front.served_adapters.unload(asked.lora_name)
     except ModelNotFound as error:
         text = f"lora_name: {error}; GET /v1/models lists what is"
-        raise error.reworded(text, "lora_name") from error
+        raise error.reword(text, "lora_name") from error
     return AdapterReply(f"Success: LoRA adapter {asked.lora_name!r} removed successfully.")
 
 

@@ -175,7 +175,9 @@ def plan_chat(context: RequestContext, body: Mapping[str, object], words: Mappin
     validate.check_messages(asked.messages)
     validate.check_template_kwargs(asked.chat_template_kwargs)
     validate.check_tools(asked.tools, asked.tool_choice)
-    kwargs, thinks, unread = front.reply_format.switched(asked.chat_template_kwargs, asked.reasoning_effort)
+    kwargs, thinks, unread = front.reply_format.translate_switches(
+        asked.chat_template_kwargs, asked.reasoning_effort
+    )
     context.report_unread(unread, words)
     context.report_unread(list_unread_keys(asked.messages, front.reply_format.mentions), words)
     # With tool_choice "none" the template gets no tools, so that the model does not try to call one.
@@ -193,7 +195,7 @@ def plan_chat(context: RequestContext, body: Mapping[str, object], words: Mappin
         has_begun=front.reply_format.has_begun(request.prompt_token_ids),
         may_think=begun is None or is_open or not num_chars(begun.get("content")),
     )
-    request = front.shaped(request, shape, requested, validate.thinking_budget(asked))
+    request = front.shape_reply(request, shape, requested, validate.thinking_budget(asked))
     request = replace(request, shows_progress=asked.stream and asked.return_progress)
     return ChatPlan(asked, request, with_ids=asked.return_token_ids or front.tokenizer is None)
 
@@ -233,12 +235,12 @@ class ChatReply(ChoicesReply):
             self.add(i, delta)
         choice, found = self._courses[delta.index], self._chunks(delta)
         fields = self.fields_of_chunk(i, delta)
-        chunks = [ChatChunk(**self.head, choices=[one], **fields, **self._taken()) for one in found]
+        chunks = [ChatChunk(**self.head, choices=[one], **fields, **self._take_once()) for one in found]
         if choice.warning:
             chunks[-1] = msgspec.structs.replace(chunks[-1], warning=choice.warning)
         return chunks
 
-    def _taken(self) -> dict[str, Any]:
+    def _take_once(self) -> dict[str, Any]:
         """The fields that only the first chunk of all has."""
         found, self._once = self._once, {}
         return found

@@ -100,7 +100,7 @@ def plan(context: RequestContext, body: Mapping[str, object]) -> CompletionReply
         prompts = _fill_in(context, asked, prompts)
     prepared = (context.prepare(p, params, terms=asked, **read) for p in prompts)
     shows = asked.stream and asked.return_progress
-    requests = [replace(front.held(request, requested), shows_progress=shows) for request in prepared]
+    requests = [replace(front.constrain(request, requested), shows_progress=shows) for request in prepared]
     return CompletionReply(context, asked, requests)
 
 

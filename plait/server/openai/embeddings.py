@@ -121,7 +121,7 @@ def embedding_request(
         if error.param != "prompt":
             raise
         text = str(error).removeprefix("prompt: ")
-        raise error.reworded(f"{at}: {text}", at) from error
+        raise error.reword(f"{at}: {text}", at) from error
     check_left_out(left_out, len(made.prompt_token_ids), at)
     return replace(made, pooling=kind, pooled_from=left_out)
 
@@ -151,11 +151,11 @@ class EmbeddingsReply(VectorsReply):
 
     def whole(self, traces: Iterable[RequestTrace | None]) -> Embeddings:
         data = [
-            EmbeddingItem(index=i, embedding=self._written(vector)) for i, vector in enumerate(self.vectors)
+            EmbeddingItem(index=i, embedding=self._encode(vector)) for i, vector in enumerate(self.vectors)
         ]
         return Embeddings(data=data, model=self.model, usage=self.count.prompt_usage())
 
-    def _written(self, vector: Sequence[float]) -> list[float] | str:
+    def _encode(self, vector: Sequence[float]) -> list[float] | str:
         numbers = array("f", self._head.embed(vector, self._asked.dimensions, self._asked.normalize))
         if self._asked.encoding_format == "float":
             return numbers.tolist()

@@ -245,7 +245,7 @@ def prompt_ids(context: RequestContext, asked: TemplateRequest, words: Mapping[s
     listed, kwargs = from_template_kwargs(asked.tools, asked.chat_template_kwargs, front.reply_format)
     choosable, choice = allow_tools(listed, asked.tool_choice)
     validate.check_tools(choosable, choice)
-    kwargs, _, unread = front.reply_format.switched(kwargs, asked.reasoning_effort)
+    kwargs, _, unread = front.reply_format.translate_switches(kwargs, asked.reasoning_effort)
     context.report_unread(unread, words)
     tools: Sequence[object] = () if choice == "none" else choosable
     options = {**kwargs, **validate.turn_options(asked), "tools": list(tools) or None}

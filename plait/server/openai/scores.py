@@ -202,12 +202,12 @@ class RankingReply(PairsReply):
     def whole(self, traces: Iterable[RequestTrace | None]) -> Ranking:
         scores, usage = self.scores(), self.count.prompt_usage()
         order = sorted(range(len(scores)), key=lambda i: -scores[i])[: self._asked.top_n or None]
-        results = [Ranked(i, scores[i], self._shown(i)) for i in order]
+        results = [Ranked(i, scores[i], self._show(i)) for i in order]
         return Ranking(
             id=new_id("rerank"), model=self.model, method=self.method, results=results, usage=usage
         )
 
-    def _shown(self, i: int) -> RankedText | msgspec.UnsetType:
+    def _show(self, i: int) -> RankedText | msgspec.UnsetType:
         return RankedText(self._texts[i]) if self._asked.return_documents else msgspec.UNSET
 
 
@@ -357,7 +357,7 @@ def _blame(at: str, prepare: Callable[[], Request]) -> Request:
     except RequestError as error:
         if error.param not in ("prompt", "messages"):
             raise
-        raise error.reworded(f"{at}: {str(error).removeprefix('prompt: ')}", at) from error
+        raise error.reword(f"{at}: {str(error).removeprefix('prompt: ')}", at) from error
 
 
 ENDPOINTS = (

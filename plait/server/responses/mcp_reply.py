@@ -199,7 +199,7 @@ class McpReply(ResponsesReply):
         front, found = context.front, []
         offered = [*self._offered.values()]
         first = len(self._functions()) - len(offered)
-        for grammar in front.untried(request):
+        for grammar in front.list_untried(request):
             number = (grammar.param or "").removeprefix("tools[").partition("]")[0]
             if not number.isdigit() or int(number) < first or front.grammars is None:
                 continue

@@ -113,7 +113,7 @@ def _read_server(tool: Mapping[str, object], servers: McpServers, at: str) -> Re
         asked = parse_as(sent, McpToolParam)
     except InvalidField as error:
         place = f"{at}.{error.param}" if error.param else at
-        raise error.reworded(f"{at}.{error}" if error.param else f"{at}: {error}", place) from None
+        raise error.reword(f"{at}.{error}" if error.param else f"{at}: {error}", place) from None
     if not LABEL.fullmatch(asked.server_label):
         text = f"{at}.server_label: send a letter, then at most 63 letters, digits, _ and -"
         raise InvalidField(text, f"{at}.server_label")

@@ -112,7 +112,7 @@ class ResponsesReply(BlockReply):
         response, warning = self._last or self.whole(), self.warning or UNSET
         yield self._event(StateEvent, f"response.{response.status}", response=response, warning=warning)
 
-    def failed(self, problem: Problem) -> Iterator[ResponseEvent]:
+    def fail(self, problem: Problem) -> Iterator[ResponseEvent]:
         found = {"code": problem.code, "message": problem.message, "param": problem.param}
         yield self._event(ErrorEvent, "error", **found)
         yield self._event(StateEvent, "response.failed", response=self.end_early("failed", problem))

@@ -120,7 +120,7 @@ class Rows:
         )
         yield from (self._row(found) for found in cursor)
 
-    def working(self, kind: Kind) -> list[StoredRow]:
+    def list_working(self, kind: Kind) -> list[StoredRow]:
         """The rows of all tenants that are in work; for the server itself, when it starts."""
         text = f"SELECT {_COLUMNS} FROM objects WHERE kind = ? AND status IN ({IN_WORK}) ORDER BY position"
         return [self._row(found) for found in self._connection.execute(text, (kind,))]

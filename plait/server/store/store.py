@@ -68,35 +68,35 @@ class Store:
         as used, which they do not when the disk is full. Both may be called twice.
         """
         try:
-            return await self._database.run(self._bounded(work), deletes=deletes)
+            return await self._database.run(self._wrap_change(work), deletes=deletes)
         except StoreFull:
             if not reads:
                 raise
-        return await self._database.run(self._unused(work))
+        return await self._database.run(self._wrap_look(work))
 
     def call(self, work: Callable[[Rows], T], *, deletes: bool = False, reads: bool = False) -> T:
         """As `run`, from any thread but the event loop's."""
         try:
-            return self._database.call(self._bounded(work), deletes=deletes)
+            return self._database.call(self._wrap_change(work), deletes=deletes)
         except StoreFull:
             if not reads:
                 raise
-        return self._database.call(self._unused(work))
+        return self._database.call(self._wrap_look(work))
 
     def close(self) -> None:
         self._database.close()
 
-    def _unused(self, work: Callable[[Rows], T]) -> Callable[[sqlite3.Connection], T]:
+    def _wrap_look(self, work: Callable[[Rows], T]) -> Callable[[sqlite3.Connection], T]:
         return lambda connection: work(Rows(connection, self._seal, counts_use=False))
 
-    def _bounded(self, work: Callable[[Rows], T]) -> Callable[[sqlite3.Connection], T]:
+    def _wrap_change(self, work: Callable[[Rows], T]) -> Callable[[sqlite3.Connection], T]:
         def run(connection: sqlite3.Connection) -> T:
             before = connection.total_changes
             rows = Rows(connection, self._seal)
             found = work(rows)
             if connection.total_changes != before:
                 self._clean(connection)
-                self._bound(connection, rows.writers)
+                self._enforce_limit(connection, rows.writers)
             return found
 
         return run
@@ -113,7 +113,7 @@ class Store:
             connection.execute("DELETE FROM tenants WHERE size <= 0")
             connection.execute(f"PRAGMA incremental_vacuum({FREED_PAGES})").fetchall()
 
-    def _bound(self, connection: sqlite3.Connection, writers: Iterable[str]) -> None:
+    def _enforce_limit(self, connection: sqlite3.Connection, writers: Iterable[str]) -> None:
         """Delete what is too much: of the keys that wrote, then of the largest. Raises StoreFull."""
         for tenant in writers:
             share = self._limit // 2 if tenant else self._limit
@@ -165,7 +165,7 @@ def open_store(config: ServerConfig) -> Store | None:
 
 def _drop_uploads(rows: Rows) -> None:
     """Delete the files that were being sent when the server ended."""
-    for row in rows.working("file"):
+    for row in rows.list_working("file"):
         if row.status == "uploading":
             rows.delete(row)
 

@@ -278,7 +278,7 @@ def _end_with(events: Iterable[items.ResponseEvent]) -> Ending:
 
 
 def _fail(job: ResponseJob, found: Problem) -> Ending:
-    return _end_with(job.reply.failed(found))
+    return _end_with(job.reply.fail(found))
 
 
 def take_over(old: Exchange) -> Exchange:
@@ -307,7 +307,7 @@ async def _leave() -> None:
 def fail_unfinished(rows: Rows, ids: Collection[str]) -> None:
     """Have those of these responses say `failed` that are in work."""
     found = problem(EngineError(RESTARTED))
-    for row in rows.working("response"):
+    for row in rows.list_working("response"):
         if row.id not in ids:
             continue
         body = decode_json(row.body, dict[str, object])

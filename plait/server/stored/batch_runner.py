@@ -39,7 +39,7 @@ class BatchRunner:
     async def start(self, app: ASGIApp) -> None:
         """Go on with the batches that the last server left. `app`: the application's routes."""
         self._app = app
-        for row in await self._store.run(lambda rows: rows.working("batch")):
+        for row in await self._store.run(lambda rows: rows.list_working("batch")):
             self.launch(row, decode_json(row.body, BatchWork))
 
     def launch(self, row: StoredRow, work: BatchWork) -> None:

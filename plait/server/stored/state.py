@@ -39,7 +39,7 @@ class StoredState:
         `app`: the application's routes. Raises CapacityErrors, but not for a full disk: then responses are
         settled when there is space.
         """
-        left = await self.store.run(lambda rows: rows.working("response"))
+        left = await self.store.run(lambda rows: rows.list_working("response"))
         self._unfinished = frozenset(row.id for row in left)
         with contextlib.suppress(StoreFull):  # `open_store` has logged it
             await self._settle()

@@ -115,7 +115,7 @@ class JinjaTemplate:
             if self._read is None and not self._fault:
                 try:
                     read = {p: self._sandbox.read(self._sources[p]) for p in _PARTS if p in self._sources}
-                    self._calls = self._tried()
+                    self._calls = self._try_calls()
                     self._read = read
                 except BadTemplate as error:
                     self._fault = str(error)
@@ -125,7 +125,7 @@ class JinjaTemplate:
             raise BadTemplate(f"the chat template {self.name!r} cannot be used: {self._fault}; {_OTHER}")
         return self._read
 
-    def _tried(self) -> CallsTaken:
+    def _try_calls(self) -> CallsTaken:
         """How it takes calls. Raises TemplateEnded for a template that does not come to an end."""
         ours = {**self._variables, "documents": None, "add_generation_prompt": True}
 
@@ -217,12 +217,12 @@ class JinjaTemplate:
         veils: dict[int, str | int | None] = {ord(start): next(private) for start in self._starts}
         lift = {ord(str(veil)): start for start, veil in veils.items()}
 
-        broken = self._split(rendering(lambda text: self._broken(text, breaker)), {ord(breaker): None})
+        broken = self._split(rendering(lambda text: self._break_tokens(text, breaker)), {ord(breaker): None})
         veiled = self._split(rendering(lambda text: text.translate(veils)), lift)
         same = [p for p in broken if isinstance(p, int)] == [p for p in veiled if isinstance(p, int)]
         return broken if same else veiled
 
-    def _broken(self, text: str, breaker: str) -> str:
+    def _break_tokens(self, text: str, breaker: str) -> str:
         out: list[str] = []
         for part in self._tokenizer.split_special(text) if self._tokenizer.has_special(text) else [text]:
             out.append(part if isinstance(part, str) else _insert(self._tokenizer.token_text(part), breaker))

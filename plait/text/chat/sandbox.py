@@ -108,7 +108,7 @@ class Sandbox:
                 "try again later"
             ) from error
         except (OSError, ValueError, EOFError) as error:
-            status = child.ended()
+            status = child.read_status()
             self._drop(place)
             if status is not None and is_foreign(status):
                 raise CapacityError(

@@ -115,7 +115,7 @@ class GrammarState:
         self._matcher.consume_token(token_id)
         self._check()
 
-    def forced(self) -> tuple[int, ...]:
+    def find_forced(self) -> tuple[int, ...]:
         """Tokens of the text that must come next, where there is no choice: a draft that is never wrong.
 
         It need not be how the model itself would cut that text.

@@ -310,7 +310,7 @@ class TrialPool:
             with self._lock:
                 if self._children[place] is child:
                     self._children[place] = None
-            status = None if isinstance(error, TimeoutError) else child.ended()
+            status = None if isinstance(error, TimeoutError) else child.read_status()
             child.stop()
             if status in (None, -signal.SIGKILL):
                 return CapacityError(

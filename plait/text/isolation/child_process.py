@@ -67,7 +67,7 @@ class ChildProcess:
     def kill(self) -> None:
         self._process.kill()
 
-    def ended(self, within_s: float = 1.0) -> int | None:
+    def read_status(self, within_s: float = 1.0) -> int | None:
         """The exit status of a process that closed its pipe; negative for the signal that ended it.
 
         None: it has not ended `within_s`. Its pipe closes before it is gone, by as long as the system takes
@@ -82,7 +82,7 @@ class ChildProcess:
         """Why it is not ready, as the end of a sentence. `error`: what its first answer raised."""
         if isinstance(error, TimeoutError):
             return f"did not start within {start_s:g} s; try again"
-        status = self.ended()
+        status = self.read_status()
         if status is None:
             return f"wrote no first line that can be read ({type(error).__name__})"
         how = f"with exit code {status}" if status >= 0 else f"by {_name_signal(-status)}"

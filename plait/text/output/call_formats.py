@@ -42,7 +42,7 @@ class ToolFormat(Struct, frozen=True):
 
     @property
     def markers(self) -> frozenset[str]:
-        """Every marker that must appear in the text: see `OutputParser.shown`."""
+        """Every marker that must appear in the text: see `OutputParser.find_shown`."""
         return frozenset(self.syntax.markers)
 
     def history(self, messages: Sequence[Message]) -> Sequence[Message]:

@@ -16,7 +16,8 @@ What holds for every way of cutting the text into parts:
 - Nothing raises, and the time is linear in the text.
 
 The text must hold the markers. Detokenizers leave control tokens out, and markers often are control tokens or
-hold some. So the caller must show those that `OutputParser.shown` names (and only those) when it detokenizes.
+hold some. So the caller must show those that `OutputParser.find_shown` names, and only those, when it
+detokenizes.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ class OutputParser:
         """Characters at the end of the text so far that were not emitted as anything yet."""
         return self._reply.num_held
 
-    def shown(self, special_tokens: Iterable[str]) -> frozenset[str]:
+    def find_shown(self, special_tokens: Iterable[str]) -> frozenset[str]:
         """The control tokens, of these, that must appear in the text."""
         return frozenset(token for token in special_tokens if any(token in marker for marker in self.markers))
 
@@ -173,7 +174,7 @@ class OutputParser:
             reply.say(cursor.take((found[0] if found else self._safe(markers)) - cursor.at))
             self._may_be_bare = self._may_be_bare and not reply.has_content
             self._thinks_first = self._thinks_first and not reply.has_content
-            if found and not self._closed(marker := cursor.text[slice(*found)]):
+            if found and not self._close(marker := cursor.text[slice(*found)]):
                 return marker
             if not found and cursor.ended:
                 return ""
@@ -185,7 +186,7 @@ class OutputParser:
         while (yield from self._reply.cursor.peek()) in tuple(SPACE):
             self._reply.say(self._reply.cursor.run(SPACES))
 
-    def _closed(self, marker: str) -> bool:
+    def _close(self, marker: str) -> bool:
         """Takes a closing marker that belongs to a call, or one that only wraps content."""
         if marker in self._ends or (self._calls and marker in self._calls.opens):
             return False

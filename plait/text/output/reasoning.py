@@ -38,7 +38,7 @@ class ReasoningFormat(Struct, frozen=True):
 
     @property
     def markers(self) -> frozenset[str]:
-        """Every marker that must appear in the text: see `OutputParser.shown`."""
+        """Every marker that must appear in the text: see `OutputParser.find_shown`."""
         return frozenset(self.wrappers) | {
             text for pair in self.pairs for text in (pair.opening, pair.closing)
         }

@@ -92,12 +92,12 @@ class Automaton:
         if live:
             groups.append(live)
             origins.append(HERE)
-        to = self._interned(tuple(groups))
+        to = self._intern(tuple(groups))
         self._num_kept += len(passed) + len(origins) + 1
         made = state.steps[passed] = MatchStep(to, tuple(origins), found)
         return made
 
-    def _interned(self, groups: tuple[tuple[int, ...], ...]) -> MatchState:
+    def _intern(self, groups: tuple[tuple[int, ...], ...]) -> MatchState:
         if self._num_kept > MOST_KEPT:
             for state in [*self._states.values(), self.first]:
                 state.steps.clear()

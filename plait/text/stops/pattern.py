@@ -192,10 +192,10 @@ class PatternReader:
     def _sequence(self) -> Part:
         parts: list[Part] = []
         while self._at < len(self._text) and not self._sees("|") and not self._sees(")"):
-            parts.append(self._quantified(self._atom()))
+            parts.append(self._read_quantified(self._atom()))
         return Sequenced(tuple(parts))
 
-    def _quantified(self, part: Part) -> Part:
+    def _read_quantified(self, part: Part) -> Part:
         begin = self._at
         bounds = self._bounds()
         if bounds is None:
@@ -238,7 +238,7 @@ class PatternReader:
         if char in "*+?":
             self._at -= 1
             raise self._wrong("there is nothing to repeat")
-        return self._escaped() if char == "\\" else self._literal(char)
+        return self._read_escape() if char == "\\" else self._literal(char)
 
     def _literal(self, char: str) -> CharTest:
         return CharTest(((char, char),), folds="i" in self._flags)
@@ -277,7 +277,7 @@ class PatternReader:
             self._flags += char
         return False
 
-    def _escaped(self) -> Part:
+    def _read_escape(self) -> Part:
         char = self._char()
         if char == "A":
             return LineStart(every=False)
@@ -285,9 +285,9 @@ class PatternReader:
             raise self._wrong(f"\\{char} needs other text than its own, which a stream cannot; leave it out")
         if char.lower() in KINDS:
             return CharTest(kinds=char)
-        return self._literal(self._escaped_char(char))
+        return self._literal(self._read_escaped_char(char))
 
-    def _escaped_char(self, char: str) -> str:
+    def _read_escaped_char(self, char: str) -> str:
         """The character that an escape stands for, of which the letter is read."""
         if char in CONTROLS:
             return CONTROLS[char]
@@ -318,13 +318,13 @@ class PatternReader:
                 if low.lower() in KINDS:
                     kinds += low
                     continue
-                low = "\b" if low == "b" else self._escaped_char(low)
+                low = "\b" if low == "b" else self._read_escaped_char(low)
             high = low
             if self._sees("-") and not self._sees("-]"):
                 self._at += 1
                 high = self._char()
                 if high == "\\":
-                    high = self._escaped_char(self._char())
+                    high = self._read_escaped_char(self._char())
                 if high < low:
                     raise self._wrong("a range must go upwards")
             ranges.append((low, high))

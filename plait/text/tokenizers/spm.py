@@ -78,7 +78,7 @@ class SpmEngine(PieceEngine):
         used = set("".join(pieces.texts))
         self._space, self._hidden = [chr(c) for c in _PRIVATE if chr(c) not in used][:2]
         self._merger = splintr.SpmTokenizer(
-            [self._renamed(i) for i in range(len(pieces.texts))], list(pieces.scores)
+            [self._rename(i) for i in range(len(pieces.texts))], list(pieces.scores)
         )
         self._foreign = len(self._merger.encode_ordinary(self._space)) - 1
         self._user_defined = {
@@ -86,7 +86,7 @@ class SpmEngine(PieceEngine):
         }
         self._literals = Literals(self._user_defined)
 
-    def _renamed(self, token_id: int) -> str:
+    def _rename(self, token_id: int) -> str:
         """The piece as splintr sees it; control tokens get a text that no merge can reach."""
         if self._pieces.kinds[token_id] in (CONTROL, UNKNOWN):
             return f"{self._hidden}{token_id}"

@@ -120,7 +120,7 @@ class TextTokenizer:
     def add_bos(self) -> bool:
         return self.bos_token_id is not None and self.bos_token_id in self.before
 
-    def ending_with(self, ids: frozenset[int]) -> TextTokenizer:
+    def with_ends(self, ids: frozenset[int]) -> TextTokenizer:
         """The same vocabulary, with more end-of-generation tokens."""
         return replace(self, eos_token_ids=self.eos_token_ids | ids)
 
@@ -237,7 +237,7 @@ class StreamDecoder:
 
     def push(self, token_id: int) -> str:
         """The characters that are complete now; "" while one is open."""
-        piece = self._shown(token_id)
+        piece = self._show(token_id)
         if piece and self._at_start:
             piece, self._at_start = piece.removeprefix(b" "), False
         return self._utf8.decode(piece)
@@ -246,7 +246,7 @@ class StreamDecoder:
         """The true end: an open character becomes U+FFFD."""
         return self._utf8.decode(b"", final=True)
 
-    def _shown(self, token_id: int) -> bytes:
+    def _show(self, token_id: int) -> bytes:
         if token_id in self._hidden:
             return b""
         return self._tokenizer.token_bytes(token_id)
@@ -254,7 +254,7 @@ class StreamDecoder:
     def _tail(self, prefix_ids: Sequence[int]) -> bytes:
         tail = b""
         for token_id in reversed(prefix_ids):
-            tail = self._shown(token_id) + tail
+            tail = self._show(token_id) + tail
             if len(tail) >= _LONGEST_CHARACTER:
                 break
         return tail[-_LONGEST_CHARACTER:]

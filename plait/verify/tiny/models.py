@@ -72,12 +72,12 @@ class AskedWeights(Weights):
     def _numbers(
         self, name: str, value: Tensor, shape: Shape | None, dtype: torch.dtype | None = None
     ) -> Tensor:
-        return self._asked(name, shape)
+        return self._ask(name, shape)
 
     def _matrix(self, name: str, value: Tensor | Weight, shape: tuple[int, int] | None) -> Weight:
-        return Dense(self._asked(name, shape))
+        return Dense(self._ask(name, shape))
 
-    def _asked(self, name: str, shape: Shape | None) -> Tensor:
+    def _ask(self, name: str, shape: Shape | None) -> Tensor:
         if shape is None:
             raise ConfigError(
                 f"{self._full(name)}: a mixer asks for it without a shape, so that no model can be made up; "

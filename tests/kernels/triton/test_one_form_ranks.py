@@ -16,7 +16,7 @@ from triton.runtime import interpreter
 
 from plait.checkpoint.weights import Target
 from plait.kernels.load import load_for_gpu
-from plait.loading.build import loose_ops
+from plait.loading.target import loose_ops
 from plait.ops.chip import EXAMPLES
 from plait.ops.ranks import Alone, Comm
 from plait.partition import Rank

@@ -48,7 +48,7 @@ class Grids:
     def __init__(self) -> None:
         self.seen: list[tuple[int, ...]] = []
 
-    def launched(self, name: str, run: object, tensors: object, rest: tuple[object, ...]) -> None:
+    def record_launch(self, name: str, run: object, tensors: object, rest: tuple[object, ...]) -> None:
         grid = rest[0]
         assert isinstance(grid, tuple)
         self.seen.append(grid)

@@ -129,7 +129,7 @@ class Watcher:
     def __init__(self) -> None:
         self.storages: list[int] = []
 
-    def launched(self, name: str, run: Any, tensors: Sequence[Tensor], rest: tuple[object, ...]) -> None:
+    def record_launch(self, name: str, run: Any, tensors: Sequence[Tensor], rest: tuple[object, ...]) -> None:
         self.storages += [t.untyped_storage().data_ptr() for t in tensors]
         run()
 

@@ -56,7 +56,7 @@ def test_variant_agrees_with_reference(op: Op, variant: Variant, case: Any, dtyp
     wanted, given = copied(args), copied(args)
     want = [*tensors(op.reference(*wanted, **kwargs)), *tensors(shared_state(op, wanted))]
     got = [*tensors(variant.fn(*given, **kwargs)), *tensors(shared_state(op, given))]
-    near = op.allowed(variant, dtype)
+    near = op.find_tolerance(variant, dtype)
     assert len(got) == len(want)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a.float(), b.float(), rtol=near, atol=near)

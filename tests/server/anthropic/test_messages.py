@@ -359,7 +359,7 @@ def test_whole_calls_of_a_reply_that_stops_by_itself_are_a_tool_use() -> None:
     ],
 )
 def test_kinds_of_errors(status: int, kind: str) -> None:
-    (event,) = as_read(MessagesReply("m", PLAN).failed(Problem(status, "no")))
+    (event,) = as_read(MessagesReply("m", PLAN).fail(Problem(status, "no")))
     assert event == {"type": "error", "error": {"type": kind, "message": "no"}}
 
 

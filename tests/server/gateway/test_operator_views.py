@@ -81,10 +81,10 @@ def test_what_remains_of_a_key_is_what_its_buckets_hold() -> None:
     account = Account(Allowance(requests_per_minute=60, tokens_per_minute=600), lambda: now[0])
     account.admit()
     account.pay(650)
-    assert account.remaining() == (59, 0)  # what is owed is not shown as less than nothing
+    assert account.count_remaining() == (59, 0)  # what is owed is not shown as less than nothing
     now[0] += 30
-    assert account.remaining() == (60, 250)
-    assert Account(Allowance(), lambda: 0.0).remaining() == (None, None)
+    assert account.count_remaining() == (60, 250)
+    assert Account(Allowance(), lambda: 0.0).count_remaining() == (None, None)
 
 
 def test_open_requests_are_shown_with_how_far_they_are(server: Client) -> None:

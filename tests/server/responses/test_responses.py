@@ -390,7 +390,7 @@ def test_a_call_that_was_cut_is_an_incomplete_item_of_the_output() -> None:
 def test_a_failure_keeps_the_text_so_far() -> None:
     found = ResponsesReply("m", ResponsesRequest(input="x"), PLAN)
     fed(found, said()[:5])
-    error, failed = as_read(found.failed(Problem(429, "too much", "p", "c")))
+    error, failed = as_read(found.fail(Problem(429, "too much", "p", "c")))
     assert (error["message"], error["param"], error["code"]) == ("too much", "p", "c")
     assert failed["response"]["error"]["code"] == "rate_limit_exceeded"
     assert [item["type"] for item in failed["response"]["output"]] == ["reasoning", "message"]

@@ -225,7 +225,7 @@ def test_a_batch_of_a_key_that_is_removed_says_so(tmp_path: Path) -> None:
     running = start(lambda report: front, ServerConfig(port=0, store=str(path), api_key=("new:k2",)))
     assert running.server._state is not None
     store = running.server._state.store
-    assert wait_until(lambda: not store.call(lambda rows: rows.working("batch")))
+    assert wait_until(lambda: not store.call(lambda rows: rows.list_working("batch")))
     openai = client_of(Client(running.url), "k2")
     with pytest.raises(NotFoundError):
         openai.batches.retrieve(made.id)

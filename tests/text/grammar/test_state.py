@@ -313,24 +313,24 @@ def test_forced_tokens_are_a_draft_that_is_never_wrong(smollm: Words, body: dict
         if state.is_finished:
             break
         before = smollm.allowed(state)
-        forced = state.forced()
+        forced = state.find_forced()
         assert smollm.allowed(state) == before
         assert count_allowed(state, forced) == len(forced)
         found += len(forced)
         token_id = choose.choice([i for i in before if i not in smollm.vocabulary.ends] or before)
         state.accept(token_id)
-    assert state.forced() == () or not state.is_finished
+    assert state.find_forced() == () or not state.is_finished
     assert found or "guided_regex" in body or "grammar" in body
 
 
 def test_the_only_possible_reply_is_forced_whole(smollm: Words) -> None:
     state = smollm.state(guided_choice=["Paris is a city"])
-    forced = state.forced()
+    forced = state.find_forced()
     assert forced == tuple(smollm.tokenizer.encode("Paris is a city", add_special=False))
     for token_id in forced:
         state.accept(token_id)
     assert state.is_finished
-    assert state.forced() == ()
+    assert state.find_forced() == ()
 
 
 def test_a_copy_is_independent(smollm: Words) -> None:
@@ -367,7 +367,7 @@ def test_a_control_token_comes_only_where_a_grammar_names_it(smollm: Words) -> N
     state = smollm.state(guided_grammar='start: "a" <|im_start|> "b"')
     a, b = (smollm.split(c, random.Random(0))[0] for c in (b"a", b"b"))
     for token_id in (a, start, b):
-        state.forced()  # a call in between changes nothing
+        state.find_forced()  # a call in between changes nothing
         assert smollm.allowed(state) == [token_id]
         assert token_id is not None
         state.accept(token_id)

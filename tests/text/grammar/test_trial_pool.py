@@ -227,7 +227,7 @@ def test_an_end_from_outside_is_no_verdict(
     def broken(line: str, timeout_s: float) -> str:
         raise BrokenPipeError
 
-    monkeypatch.setattr(stage, "ended", lambda: -signal.Signals[number], raising=False)
+    monkeypatch.setattr(stage, "read_status", lambda: -signal.Signals[number], raising=False)
     made, submit = pool()
     with monkeypatch.context() as patched:
         patched.setattr(stage, "ask", broken)

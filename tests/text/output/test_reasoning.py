@@ -116,7 +116,7 @@ def test_the_channels_of_a_harmony_reply(cuts: list[int]) -> None:
 def test_the_control_tokens_to_show_are_those_inside_markers() -> None:
     reader = parser("harmony", reasoning=REASONING["harmony"])
     vocabulary = {"<|start|>", "<|channel|>", "<|message|>", "<|call|>", "<|endoftext|>", "<|untrusted|>"}
-    assert reader.shown(vocabulary) == {"<|start|>", "<|channel|>", "<|message|>", "<|call|>"}
+    assert reader.find_shown(vocabulary) == {"<|start|>", "<|channel|>", "<|message|>", "<|call|>"}
 
 
 def test_blocks_of_thinking_are_numbered() -> None:

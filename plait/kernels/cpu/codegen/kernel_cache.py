@@ -89,7 +89,7 @@ def lock_compile(function: FunctionType, signature: str) -> Iterator[Compiled]:
     if files is None or found.payload is not None:
         yield found
         return
-    with files.making(found._name):
+    with files.lock(found._name):
         found.look_again()
         yield found
 

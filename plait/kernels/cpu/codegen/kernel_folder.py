@@ -181,7 +181,7 @@ class KernelFiles:
             self.spare.add(name, data)
 
     @contextmanager
-    def making(self, name: str) -> Iterator[None]:
+    def lock(self, name: str) -> Iterator[None]:
         """Held while a kernel is compiled: a process that needs the same one waits, and then looks again.
 
         The system ends the lock with its holder. Where there are no locks, nothing is waited for.
@@ -200,7 +200,7 @@ class KernelFiles:
     def _take(self, at: int) -> tuple[int | None, bool]:
         """Lock byte `at` of the lock file: (its descriptor, None without a lock; whether this waited)."""
         if self._lock is None:
-            self._lock = self._opened_lock()
+            self._lock = self._open_lock()
         until, has_waited = time.monotonic() + PATIENCE_S, False
         while self._lock >= 0 and time.monotonic() < until:
             try:
@@ -218,7 +218,7 @@ class KernelFiles:
         """Open the lock file anew: this process is a fork that has closed its descriptor."""
         self._lock = None
 
-    def _opened_lock(self) -> int:
+    def _open_lock(self) -> int:
         if fcntl is None or self.folder is None or self.unkept is not None:
             return -1
         try:

@@ -63,11 +63,11 @@ class Word:
 
     def least(self, other: Word | int) -> Word:
         """The smaller of both."""
-        return self._picked("<", other)
+        return self._pick("<", other)
 
     def most(self, other: Word | int) -> Word:
         """The larger of both."""
-        return self._picked(">", other)
+        return self._pick(">", other)
 
     def above(self, other: Word | int) -> ir.Value:
         """Whether this is more: a condition for `Writer.when`."""
@@ -76,7 +76,7 @@ class Word:
     def equals(self, other: Word | int) -> ir.Value:
         return self.builder.icmp_signed("==", self.value, _raw_word(other))
 
-    def _picked(self, sign: str, other: Word | int) -> Word:
+    def _pick(self, sign: str, other: Word | int) -> Word:
         right = _raw_word(other)
         mine = self.builder.icmp_signed(sign, self.value, right)
         return Word(self.builder, self.builder.select(mine, self.value, right))
@@ -190,12 +190,12 @@ class Writer:
             return ir.Constant(f32, float(value))
         return ir.Constant(i64 if kind == A else i32, int(value))
 
-    def opened(self, context: Any, value: ir.Value, kind: object) -> Any:
+    def open_argument(self, context: Any, value: ir.Value, kind: object) -> Any:
         """An argument as the block sees it: a `Word` for an int, a list for a tuple, or the value itself."""
         if isinstance(kind, types.BaseTuple):
             of_tuple: Any = kind
             parts = cgutils.unpack_tuple(self._builder, value, len(kind))
-            return [self.opened(context, p, k) for p, k in zip(parts, of_tuple, strict=True)]
+            return [self.open_argument(context, p, k) for p, k in zip(parts, of_tuple, strict=True)]
         if isinstance(kind, types.Integer):
             return Word(self._builder, context.cast(self._builder, value, kind, A))
         return value
@@ -219,7 +219,7 @@ def straight(write: Callable[..., Sequence[Value] | None], *, gives: int = 0, ki
     def typed(context: Any, *arguments: Any) -> tuple[Any, Any]:
         def lowered(target: Any, builder: ir.IRBuilder, call: Any, values: Sequence[ir.Value]) -> ir.Value:
             w = Writer(builder)
-            made = write(w, *(w.opened(target, v, k) for v, k in zip(values, call.args, strict=True)))
+            made = write(w, *(w.open_argument(target, v, k) for v, k in zip(values, call.args, strict=True)))
             found = [_raw(m) for m in made or ()]
             if len(found) != gives:
                 raise ValueError(f"a straight block gave {len(found)} values of {gives}")

@@ -74,12 +74,12 @@ class Arena:
         """The smallest block that is free and large enough, or a new one."""
         fitting = [i for i, one in enumerate(self._free) if nbytes <= one.nbytes <= self.LARGER * nbytes]
         best = min(fitting, key=lambda i: self._free[i].nbytes, default=None)
-        block = self._made(nbytes) if best is None else self._free.pop(best)
+        block = self._make(nbytes) if best is None else self._free.pop(best)
         view = block[:nbytes]
         weakref.finalize(view, self._free.append, block)
         return view
 
-    def _made(self, nbytes: int) -> Bytes:
+    def _make(self, nbytes: int) -> Bytes:
         block = allocate_aligned(nbytes)
         start = int(block.ctypes.data)
         self._blocks.append(block)
@@ -123,7 +123,7 @@ class Executor(Threads):
         self._record(self._program, kernel, words, args, rows, (scratch, shared))
 
     @contextmanager
-    def recording(self, tokens: int, logits: int) -> Iterator[RecordedProgram]:
+    def record(self, tokens: int, logits: int) -> Iterator[RecordedProgram]:
         """Keep launches instead of running them. First dimensions `tokens`, `logits` mean the step's own."""
         with self._lock:
             program = RecordedProgram(tokens=tokens, logits=logits)
@@ -135,7 +135,7 @@ class Executor(Threads):
             program.seal()
 
     @contextmanager
-    def keeping_rows(self, row_slots: Tensor) -> Iterator[set[tuple[int, int]]]:
+    def keep_rows(self, row_slots: Tensor) -> Iterator[set[tuple[int, int]]]:
         """Keep recurrent state behind single rows, in the launches within. Gives the states that are kept.
 
         row_slots: int64 [rows], the slot that gets the state behind each row, 0: none of its own. The set has
@@ -148,7 +148,7 @@ class Executor(Threads):
             self._row_slots = None
 
     def row_slots_of(self, state: Tensor) -> Tensor | None:
-        """Where a kernel has to keep `state` behind each row, see `keeping_rows`; None: nowhere."""
+        """Where a kernel has to keep `state` behind each row, see `keep_rows`; None: nowhere."""
         if self._row_slots is not None:
             self._kept.add((state.data_ptr(), state.numel()))
         return self._row_slots

@@ -249,14 +249,14 @@ class Threads:
             pace.observe(kind, played if is_small else tokens, now - started, waited, now)
             return played
 
-    def following(self, *args: object) -> LaunchTable:
+    def make_between(self, *args: object) -> LaunchTable:
         """What `run` takes as `between`; the arguments are those of `loops.follow_rows`."""
         array = np.array([8 * LOGITS, self.counters, *map(argument, args)], np.int64)
         table = LaunchTable(entries=[self._follow, array.ctypes.data], kept=[array, args])
         table.seal()
         return table
 
-    def stopping(self, program: LaunchTable, *args: object) -> LaunchTable:
+    def make_ending(self, program: LaunchTable, *args: object) -> LaunchTable:
         """A recorded step of decodes behind which the steps of a call may end.
 
         args: those of `loops.end_behind_stops` but the last. That launch takes no counter.

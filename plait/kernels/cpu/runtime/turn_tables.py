@@ -27,7 +27,7 @@ class TurnTables:
         return self._threads.steps
 
     def glue(self, name: str, *args: object) -> LaunchTable:
-        """One launch of a kernel of `turns.GLUE`, which says what its arguments are. For `joined`."""
+        """One launch of a kernel of `turns.GLUE`, which says what its arguments are. For `join`."""
         return self._launch(name, TOKENS, args)
 
     def draw(
@@ -38,7 +38,7 @@ class TurnTables:
         table.scratch = draw_scratch(width)
         return table
 
-    def joined(self, parts: Sequence[object]) -> LaunchTable:
+    def join(self, parts: Sequence[object]) -> LaunchTable:
         """Launch tables as one: launches take two counters in turns, so each begins at an even place."""
         made, nothing = LaunchTable(kept=[*parts]), self.glue("nothing")
         for part in parts:

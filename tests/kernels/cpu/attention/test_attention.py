@@ -223,7 +223,7 @@ def test_a_recorded_step_serves_any_batch(cpu: Any, shape: Shape) -> None:
     table, slots = torch.zeros(capacity, memory.table.shape[1] + 2, dtype=torch.int64), torch.zeros(capacity)
     slots, starts = slots.long(), torch.zeros(capacity + 1, dtype=torch.int64)
     lens = torch.zeros(capacity, dtype=torch.int64)
-    with cpu.recording(tokens=capacity, logits=capacity + 1) as program:
+    with cpu.record(tokens=capacity, logits=capacity + 1) as program:
         out = fn(
             *(q, k, v, memory.k, memory.v, table, slots, starts, lens),
             *(shape.dim**-0.5, shape.window, shape.softcap),

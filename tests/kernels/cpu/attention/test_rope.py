@@ -55,7 +55,7 @@ def test_position_0_changes_nothing(native: Any) -> None:
 
 def test_a_recording_gives_what_the_call_gives(cpu: Any, native: Any) -> None:
     x, positions = torch.randn(64, 3, 16), torch.arange(64)
-    with cpu.recording(tokens=64, logits=65) as program:
+    with cpu.record(tokens=64, logits=65) as program:
         out = native(x, positions, inv_freq(16), 1.0, False)
     x.normal_()
     positions += 7

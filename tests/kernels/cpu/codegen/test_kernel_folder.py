@@ -33,7 +33,7 @@ HOLDER = """
 import sys, time
 from pathlib import Path
 from plait.kernels.cpu.codegen.kernel_folder import KernelFiles
-with KernelFiles(Path(sys.argv[1])).making(sys.argv[2]):
+with KernelFiles(Path(sys.argv[1])).lock(sys.argv[2]):
     print("held", flush=True)
     time.sleep(60)
 """
@@ -145,7 +145,7 @@ def test_a_full_disk_is_one_warning_with_the_folders_name(
     monkeypatch.setattr(kernel_folder.Path, "replace", full_disk)
     files = KernelFiles(room)
     for name in ("a", "b"):
-        with files.making(name):
+        with files.lock(name):
             files.write(name, b"code")
     (record,) = caplog.records
     assert f"{room} cannot be written (No space left on device)" in record.message
@@ -160,7 +160,7 @@ def test_a_folder_that_cannot_be_made_is_one_warning(
     files = KernelFiles(tmp_path / "file" / "kernels" / "target")
     assert files.read(NAME) is None
     for name in ("a", "b"):
-        with files.making(name):
+        with files.lock(name):
             files.write(name, b"code")
     assert [str(tmp_path / "file") in record.message for record in caplog.records] == [True]
 
@@ -188,7 +188,7 @@ def test_without_a_home_nothing_is_kept_and_it_is_reported(
     monkeypatch.setattr(Path, "home", homeless)
     assert (cache_base(None), cache_base("x")) == (None, Path("x"))
     files = KernelFiles(None)
-    with files.making(NAME):
+    with files.lock(NAME):
         assert files.read(NAME) is None
         files.write(NAME, b"code")
     assert "--cache-dir" in caplog.text
@@ -219,11 +219,11 @@ def test_a_process_waits_for_the_one_that_compiles_the_same_and_for_no_other(roo
     try:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        with first.making("another.kernel"):
+        with first.lock("another.kernel"):
             order.append("another")
 
         def wait() -> None:
-            with first.making(NAME):
+            with first.lock(NAME):
                 order.append("after the holder")
                 entered.set()
 
@@ -241,7 +241,7 @@ def test_a_process_waits_for_the_one_that_compiles_the_same_and_for_no_other(roo
 def test_a_holder_that_is_stopped_does_not_stop_others(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_folder, "PATIENCE_S", 0.1)
     monkeypatch.setattr(kernel_folder.fcntl, "lockf", lambda *_: (_ for _ in ()).throw(BlockingIOError()))
-    with KernelFiles(room).making(NAME):
+    with KernelFiles(room).lock(NAME):
         pass
 
 
@@ -258,7 +258,7 @@ def test_where_there_are_no_locks_nothing_is_waited_for(
     monkeypatch.setattr(kernel_folder.fcntl, "lockf", lockf)
     files = KernelFiles(room)
     for name in ("a", "b"):
-        with files.making(name):
+        with files.lock(name):
             files.write(name, b"code")
     assert (len(asked), files.read("b")) == (1, b"code")
 

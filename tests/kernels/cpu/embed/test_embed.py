@@ -130,7 +130,7 @@ def test_one_thread_and_a_recording_give_the_same(cpu: Any, name: str) -> None:
     assert torch.equal(whole, _embed(alone, ids, table, 2.0, torch.float32))
     alone.close()
     later = ids.clone()
-    with cpu.recording(tokens=64, logits=65) as program:
+    with cpu.record(tokens=64, logits=65) as program:
         out = _embed(cpu, later, table, 2.0, torch.float32)
     out.zero_()
     later[:5] = ids[10:15]

@@ -289,7 +289,7 @@ def test_groups(activations: Activations, cpu: Any, one: Any) -> None:
 def test_recorded(kind: str, cpu: Any) -> None:
     weight, bias = random_weight(kind, 33, 256), torch.randn(33)
     w, x, out = kernels.pack(cpu, weight, torch.float32), torch.randn(64, 256), torch.zeros(64, 33)
-    with cpu.recording(tokens=64, logits=65) as program:
+    with cpu.record(tokens=64, logits=65) as program:
         packed.multiply(cpu, x, w, bias, "int8", out)
     for tokens in (1, 5, 64):
         out.zero_()

@@ -171,7 +171,7 @@ def test_a_matrix_of_one_number(cpu: Any, value: float) -> None:
 
 def test_a_recorded_product_serves_any_number_of_rows(cpu: Any) -> None:
     wanted, x = linear_on(cpu, random_map(96, 40, torch.float32)), torch.randn(64, 96)
-    with cpu.recording(tokens=64, logits=65) as program:
+    with cpu.record(tokens=64, logits=65) as program:
         y = wanted(x)
     for rows in (5, 64, 1):
         x.copy_(torch.randn(64, 96))

@@ -105,7 +105,7 @@ def test_memory(kind: str, cpu: Any) -> None:
 def test_recorded_and_in_parts_of_wider_rows(cpu: Any) -> None:
     weight, bias = random_weight("fp8", 33, 264), torch.randn(33)
     packed, x, out = floats.pack(cpu, weight, torch.float32), torch.randn(64, 300), torch.zeros(64, 40)
-    with cpu.recording(tokens=64, logits=65) as program:
+    with cpu.record(tokens=64, logits=65) as program:
         multiply(cpu, x[:, 20:284], packed, bias, "float32", out[:, 3:36])
     for tokens in (1, 5, 64):
         out.zero_()

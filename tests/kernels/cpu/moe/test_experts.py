@@ -157,7 +157,7 @@ def test_experts_that_share_no_kernel_are_called_one_by_one_but_not_recorded(cpu
     x, (weight, index) = torch.randn(TOKENS, HIDDEN), chosen(TOKENS, 2, 1)
     args, fn = (x, weight, index, up, down, ("silu", False), None), bound(experts, cpu)
     close(fn(*args), experts.reference(*args))
-    with cpu.recording(tokens=TOKENS, logits=65), pytest.raises(CannotRecord, match="stored in several ways"):
+    with cpu.record(tokens=TOKENS, logits=65), pytest.raises(CannotRecord, match="stored in several ways"):
         fn(*args)
 
 
@@ -179,7 +179,7 @@ def test_a_recorded_mixture_serves_any_number_of_tokens(cpu: Any) -> None:
         y: torch.Tensor = fn(x, *choose(logits, bias, 3, router), up, down, ("silu", True), x)
         return y
 
-    with cpu.recording(tokens=64, logits=65) as program, ViewsOnly():
+    with cpu.record(tokens=64, logits=65) as program, ViewsOnly():
         y = step()
     for tokens in (5, 64, 1):
         logits.copy_(torch.randn(64, 8))

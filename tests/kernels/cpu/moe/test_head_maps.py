@@ -113,7 +113,7 @@ def test_recorded_maps_of_heads(cpu: Any, kind: str) -> None:
     for weight in (torch.randn(HEADS, 40, 24), *halves(kind)):
         n = weight.shape[2] if isinstance(weight, Tensor) else weight.widths[0]
         x, fn = torch.randn(64, HEADS, n), bound(cpu, weight)
-        with cpu.recording(tokens=64, logits=65) as program, ViewsOnly():
+        with cpu.record(tokens=64, logits=65) as program, ViewsOnly():
             y = fn(x, weight)
         cpu.run(program, tokens=5, logits=1, seqs=1)
         assert torch.equal(y[:5], fn(x[:5], weight))
@@ -133,7 +133,7 @@ def test_a_recording_holds_what_it_reads(cpu: Any) -> None:
     """Although its kernel has seen another weight since."""
     first, second = halves("Q8_0")[0], halves("Q8_0")[0]
     x, fn = torch.randn(64, HEADS, 37), bound(cpu, first)
-    with cpu.recording(tokens=64, logits=65) as program:
+    with cpu.record(tokens=64, logits=65) as program:
         y = fn(x, first)
     want = map_heads.reference(x, first)
     read = [weakref.ref(tensor) for tensor in fn._seen[1].held]

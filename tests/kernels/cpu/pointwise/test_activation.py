@@ -154,7 +154,7 @@ def test_a_row_has_the_same_bits_in_any_batch_on_any_threads_and_recorded(
     whole = run(cpu, x)
     assert torch.equal(whole, run(alone, x))
     assert torch.equal(whole, torch.cat([run(cpu, row[None]) for row in x]))
-    with cpu.recording(tokens=64, logits=65) as program:
+    with cpu.record(tokens=64, logits=65) as program:
         out = run(cpu, x)
     out.zero_()
     cpu.run(program, tokens=5, logits=1, seqs=1)

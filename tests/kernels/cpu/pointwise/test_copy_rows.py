@@ -32,7 +32,7 @@ def test_joined_rows_lie_side_by_side(cpu: Any, n: int, m: int) -> None:
 
 def test_a_recording_takes_what_the_index_says_by_then(cpu: Any) -> None:
     x, index = torch.randn(64, 33), torch.zeros(65, dtype=torch.int64)
-    with cpu.recording(tokens=64, logits=65) as program:
+    with cpu.record(tokens=64, logits=65) as program:
         joined = _join(cpu, x, x[:, 3:20])
         taken = _take_rows(cpu, joined, index)
     joined.zero_(), taken.zero_()

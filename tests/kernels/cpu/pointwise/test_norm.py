@@ -102,7 +102,7 @@ def test_the_fused_norm_has_the_bits_of_its_parts(cpu: Any) -> None:
 def test_a_recording_gives_what_the_call_gives(cpu: Any) -> None:
     x = torch.randn(64, 600)
     want = _layer_norm(cpu, _add_rms_norm(cpu, x, x, WEIGHT, EPS)[1], WEIGHT, WEIGHT, EPS)
-    with cpu.recording(tokens=64, logits=65) as program:
+    with cpu.record(tokens=64, logits=65) as program:
         out = _layer_norm(cpu, _add_rms_norm(cpu, x, x, WEIGHT, EPS)[1], WEIGHT, WEIGHT, EPS)
     out.zero_()
     cpu.run(program, tokens=5, logits=1, seqs=1)

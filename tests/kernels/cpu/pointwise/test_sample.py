@@ -148,7 +148,7 @@ def test_a_recording_draws_what_the_call_draws(cpu: Any) -> None:
     logits = torch.randn(64, 100)
     arguments = (logits, *columns(64, top_k=9), numbers(64))
     want, top = _sample(cpu, *arguments), _largest(cpu, logits)
-    with cpu.recording(tokens=64, logits=65) as program:
+    with cpu.record(tokens=64, logits=65) as program:
         out, (ids, values) = _sample(cpu, *arguments), _largest(cpu, logits)
     for t in (out, ids, values):
         t.zero_()

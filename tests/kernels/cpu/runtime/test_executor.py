@@ -64,7 +64,7 @@ def test_a_launch_runs_at_once_on_all_threads(cpu: Any) -> None:
 
 def test_a_recording_runs_for_any_number_of_rows_and_uses_memory_again(cpu: Any) -> None:
     x = torch.zeros(64, 7)
-    with cpu.recording(tokens=64, logits=65) as program:
+    with cpu.record(tokens=64, logits=65) as program:
         out = chain(cpu, x, 20)
     buffers = {block.ctypes.data for block in program.blocks}
     assert len(buffers) <= 3
@@ -78,7 +78,7 @@ def test_several_steps_are_one_call_with_a_launch_between_two(cpu: Any) -> None:
     x, y, left = torch.zeros(64, 7), torch.zeros(64, 7), torch.zeros(64, 7)
     programs = []
     for source, out in ((x, y), (y, x)):
-        with cpu.recording(tokens=64, logits=65) as program:
+        with cpu.record(tokens=64, logits=65) as program:
             cpu.launch(doubled, source, out, 7, rows=64)
             if source is x:
                 cpu.launch(doubled, left, left, 7, rows=64)
@@ -95,7 +95,7 @@ def test_several_steps_are_one_call_with_a_launch_between_two(cpu: Any) -> None:
 def test_steps_that_a_launch_puts_an_end_to_are_counted() -> None:
     """The number of threads is chosen by what a step took, so those that did not run must not count."""
     cpu, left, x = Executor(2), torch.zeros(1, dtype=torch.int64), torch.zeros(64, 7)
-    with cpu.recording(tokens=64, logits=65) as program:
+    with cpu.record(tokens=64, logits=65) as program:
         cpu.launch(doubled, x, x, 7, rows=64)
         cpu.launch(ended, left, cpu.steps, rows=64)
     given: Any = Given([2, 1])
@@ -108,7 +108,7 @@ def test_steps_that_a_launch_puts_an_end_to_are_counted() -> None:
 
 
 def test_a_number_of_rows_that_means_nothing_cannot_be_recorded(cpu: Any) -> None:
-    with cpu.recording(tokens=64, logits=65), pytest.raises(CannotRecord, match="doubled works on 9 rows"):
+    with cpu.record(tokens=64, logits=65), pytest.raises(CannotRecord, match="doubled works on 9 rows"):
         chain(cpu, torch.zeros(9, 2), 1)
     assert not cpu.is_recording
 
@@ -154,11 +154,11 @@ def test_any_number_of_threads_and_a_rest_that_is_played_alone_give_the_same() -
     """Patience below zero: after the first launch the others leave, while the next command may be there."""
     cpu = Executor(4)
     x, y, z = torch.zeros(64, 7), torch.zeros(64, 7), torch.zeros(64, 7)
-    with cpu.recording(tokens=64, logits=65) as program:
+    with cpu.record(tokens=64, logits=65) as program:
         cpu.launch(doubled, x, y, 7, rows=64)
         cpu.launch(doubled, y, z, 7, rows=64)
         cpu.launch(doubled, z, z, 7, rows=64)
-    with cpu.recording(tokens=64, logits=65) as between:
+    with cpu.record(tokens=64, logits=65) as between:
         cpu.launch(doubled, z, x, 7, rows=64)
     given: Any = Given([4, 1, 3, 4, 2, 2, 1])
     cpu._small = given
@@ -177,7 +177,7 @@ def test_the_patience_of_very_many_threads_fits_its_word() -> None:
     executor = Executor(2)
     try:
         executor._large.least = 0.25 * 96 * 95  # what 96 threads of a processor bear with, together
-        with executor.recording(tokens=65, logits=1) as program:
+        with executor.record(tokens=65, logits=1) as program:
             out = chain(executor, x, 2)
         executor.run(program, tokens=65, logits=0, seqs=1)
         assert torch.equal(out, 4 * x)
@@ -201,7 +201,7 @@ def test_a_thread_that_waits_long_at_a_barrier_sleeps_and_its_wait_is_counted() 
     cpu, flag = Executor(2), torch.zeros(1, dtype=torch.int32)
     given: Any = Given([2])
     cpu._small = given
-    with cpu.recording(tokens=64, logits=65) as program:
+    with cpu.record(tokens=64, logits=65) as program:
         cpu.launch(held, flag, rows=64)
     runs = threading.Thread(target=lambda: cpu.run(program, tokens=1, logits=0, seqs=1))
     runs.start()

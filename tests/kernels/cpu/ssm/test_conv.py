@@ -89,7 +89,7 @@ def test_a_recorded_conv_serves_any_batch(cpu: Any) -> None:
         torch.zeros(9, dtype=torch.long),
         torch.zeros(8) > 0,
     )
-    with cpu.recording(tokens=64, logits=65) as program:
+    with cpu.record(tokens=64, logits=65) as program:
         out = _causal_conv(cpu, x, weight, bias, tail, slots, starts, history)
     for lengths in ([5], [1, 1, 9], [1] * 6):
         count, rows = len(lengths), sum(lengths)

@@ -145,7 +145,7 @@ def test_without_history_a_slot_may_hold_anything(make: Any, cpu: Any) -> None:
 def test_a_recording_serves_every_batch(make: Any, cpu: Any) -> None:
     layer = make(64)  # stands for "as many tokens as the step has"
     slots, starts, history = where([1] * 6, list(range(1, 7)), [True] * 6)
-    with cpu.recording(tokens=64, logits=65) as program:
+    with cpu.record(tokens=64, logits=65) as program:
         out = layer.call(native(cpu, layer), (slots, starts, history))
     for lengths, own, past in ((LENGTHS, OWN, HISTORY), ([2, 1], [4, 2], [False, True])):
         seqs, tokens = len(lengths), sum(lengths)

@@ -71,7 +71,7 @@ def test_step_sizes_of_a_view_within_limits(cpu: Any, n: int) -> None:
 
 def test_recorded(cpu: Any) -> None:
     x, gate, weight, bias = torch.randn(64, 48), torch.randn(64, 48), torch.randn(48), torch.randn(48)
-    with cpu.recording(tokens=64, logits=65) as program:
+    with cpu.record(tokens=64, logits=65) as program:
         dt = _step_sizes(cpu, x, bias, 0.0, 5.0)
         normed = _gated_rms_norm(cpu, dt, gate, weight, EPS, 2)
         out = _gated_rms_norm(cpu, normed, gate, None)

@@ -109,7 +109,7 @@ def test_a_recorded_scan_serves_any_batch(cpu: Any) -> None:
     recorded = layer.copied()
     slots, starts = torch.zeros(8, dtype=torch.long), torch.zeros(9, dtype=torch.long)
     history = torch.zeros(8, dtype=torch.bool)
-    with cpu.recording(tokens=64, logits=65) as program:
+    with cpu.record(tokens=64, logits=65) as program:
         out = _mamba3_scan(cpu, *layer.args(recorded, 0, 64), slots, starts, history, 0)
     eager = layer.copied()
     for count in (1, 3, 4):
@@ -145,7 +145,7 @@ def test_groups_are_normed_for_their_heads(cpu: Any, groups: int, heads: int, n:
     alone = torch.cat([_norm_for_heads(one, row, weight, bias, 1e-5) for row in x.split(1)])
     one.close()
     assert torch.equal(got, alone)
-    with cpu.recording(tokens=9, logits=3) as program:
+    with cpu.record(tokens=9, logits=3) as program:
         later = _norm_for_heads(cpu, x, weight, bias, 1e-5)
     cpu.run(program, tokens=4, logits=1, seqs=1)
     assert torch.equal(later[:4], got[:4])
@@ -176,7 +176,7 @@ def test_heads_that_share_a_linear_layer_are_rows_of_it(cpu: Any, n: int, m: int
     want = linear(dense)
     for x in (apart, dense):
         assert torch.equal(_map_each_head(cpu, x, linear), want)
-        with cpu.recording(tokens=19, logits=57) as program, ViewsOnly():
+        with cpu.record(tokens=19, logits=57) as program, ViewsOnly():
             later = _map_each_head(cpu, x, linear)
         later.fill_(torch.nan)
         cpu.run(program, tokens=4, logits=1, seqs=1)
@@ -188,5 +188,5 @@ def test_a_weight_that_is_not_packed_cannot_be_recorded(cpu: Any) -> None:
     x, (n, m) = torch.randn(5, 2, 8), (8, 6)
     linear = Linear([Dense(torch.randn(m, n))], [None], lambda op, **_: op.reference, torch.float32)
     assert torch.equal(_map_each_head(cpu, x, linear), linear(x))
-    with cpu.recording(tokens=5, logits=6), pytest.raises(CannotRecord, match="not one packed weight"):
+    with cpu.record(tokens=5, logits=6), pytest.raises(CannotRecord, match="not one packed weight"):
         _map_each_head(cpu, x, linear)

@@ -105,9 +105,9 @@ def test_kernel_rounds_as_float32_kernel_with_rounding_between_tokens(op: Op, si
     variant = next(v for v in op.variants if v.name == "native")
     given = inputs(op, sizes)
     try:
-        check(variant.bound(cpu), given)
+        check(variant.bind(cpu), given)
         with pytest.raises(ShapeMismatch, match="positions"):
-            run(lambda *args: variant.bound(cpu)(*args[:-1], None), given, [TOKENS])
+            run(lambda *args: variant.bind(cpu)(*args[:-1], None), given, [TOKENS])
     finally:
         cpu.close()
 
@@ -120,16 +120,16 @@ def test_int8_kernel_has_the_reference_s_codes_in_any_chunk(size: int) -> None:
     given = inputs(mamba2_scan, dict(heads=2, dim=20, state=size, groups=2))
     given["state"] = encode_state(given["state"].float(), torch.arange(4), torch.int8)
     try:
-        whole = run(variant.bound(cpu), given, [TOKENS])
+        whole = run(variant.bind(cpu), given, [TOKENS])
         for cuts in ([1] * TOKENS, [13, 1, 19]):
-            for found, wanted in zip(run(variant.bound(cpu), given, cuts), whole, strict=True):
+            for found, wanted in zip(run(variant.bind(cpu), given, cuts), whole, strict=True):
                 assert torch.equal(found, wanted)
         out, codes = run(mamba2_scan.reference, given, [TOKENS])
         torch.testing.assert_close(whole[0], out, atol=2e-4, rtol=1e-4)
         assert (whole[1] - codes).abs().max() <= 1  # where the last bit of a number decides
         assert (whole[1] == codes).float().mean() > 0.99
         with pytest.raises(ShapeMismatch, match="positions"):
-            run(lambda *args: variant.bound(cpu)(*args[:-1], None), given, [TOKENS])
+            run(lambda *args: variant.bind(cpu)(*args[:-1], None), given, [TOKENS])
     finally:
         cpu.close()
 

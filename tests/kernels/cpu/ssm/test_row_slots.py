@@ -71,7 +71,7 @@ def test_state_behind_a_row_is_that_of_a_step_that_ended_there(
     starts, history = torch.tensor([0, *LENGTHS]).cumsum(0), torch.ones(3, dtype=torch.bool)
     at = torch.tensor(OWN), starts, history
     want = run(cpu, slice(0, 19), plain, at)
-    with cpu.keeping_rows(torch.tensor(ROW_SLOTS)) as kept:
+    with cpu.keep_rows(torch.tensor(ROW_SLOTS)) as kept:
         got = run(cpu, slice(0, 19), state, at)
     assert kept == {(state.data_ptr(), state.numel())}
     assert torch.equal(got, want)

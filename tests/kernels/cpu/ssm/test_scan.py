@@ -144,7 +144,7 @@ def test_a_recorded_scan_serves_any_batch(cpu: Any, make: Callable[[int], Layer]
     layer = make(64)
     slots, starts = torch.zeros(8, dtype=torch.long), torch.zeros(9, dtype=torch.long)
     history = torch.zeros(8, dtype=torch.bool)
-    with cpu.recording(tokens=64, logits=65) as program:
+    with cpu.record(tokens=64, logits=65) as program:
         out = layer.call(native(cpu, layer), (slots, starts, history))
     for lengths in ([5], [1, 1, 9, 30], [1] * 6):
         count, rows = len(lengths), sum(lengths)
