@@ -5,7 +5,8 @@
     disk's thread                  └─► space, write, rename      └─► open, check, hash ┘
 
 The engine's thread never waits for a file: it takes the lock for the length of a few dictionary operations.
-Reads go before writes, because a prompt waits for them. What fails is counted, warned about once, and a miss.
+Reads go before writes, because a prompt waits for them. What fails is a miss. It is counted,
+and the first of its kind is logged.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ class DiskCache:
         self._coming: set[Key] = set()  # what was offered and is not in the index yet
         self._used: set[DiskFile] = set()  # files of which the time is to be set
         self._queued = self._reading = self._last = 0
-        self._retry_at, self._has_warned, self._closing = 0.0, False, False
+        self._retry_at, self._closing = 0.0, False
+        self._warned: set[str] = set()  # kinds of faults that the log has
         self._rescan_at = clock() + RESCAN_S
         self._folder_times: dict[str, int] = {}
         self._thread = threading.Thread(target=self._run, name="plait-disk", daemon=True)
@@ -117,9 +119,8 @@ class DiskCache:
             if (is_large := nbytes > self.limit) or is_full or self._closing or self.clock() < self._retry_at:
                 self.counts["dropped"] += 1
                 if is_large:
-                    self._warn(
-                        f"{nbytes} bytes of a prefix are above --cache-disk-limit, {self.limit}; raise it"
-                    )
+                    text = f"{nbytes} bytes of a prefix are above --cache-disk-limit, {self.limit}; raise it"
+                    self._warn("large", text)
                 return None
             self._queued += nbytes
             self._last -= 1
@@ -260,7 +261,7 @@ class DiskCache:
             self._lose(file.path, error)
         except Exception as error:  # no error of a disk, or of memory, may end the thread
             self.counts["failed"] += 1
-            self._warn(f"{file.path} cannot be read ({error})")
+            self._warn("file", f"{file.path} cannot be read ({error})")
         with self._lock:
             if saved is None:
                 self._index.remove(file)
@@ -285,7 +286,8 @@ class DiskCache:
         except Exception as error:  # as above
             self.counts["failed"] += 1
             self._retry_at = self.clock() + RETRY_S
-            self._warn(f"{self.folder} cannot be written ({error}); serving goes on, and it is tried again")
+            text = f"{self.folder} cannot be written ({error}); serving goes on, and it is tried again"
+            self._warn("folder", text)
             if not self.folder.exists():
                 with self._lock:
                     self._index.clear()
@@ -332,7 +334,7 @@ class DiskCache:
                 self.limit = scan.share_of_free(self.folder.parent, files)
             self._add_files(files, is_newest=False)
         except OSError as error:  # what was found so far counts
-            self._warn(f"{self.folder.parent} cannot be searched ({error})")
+            self._warn("folder", f"{self.folder.parent} cannot be searched ({error})")
         except Exception:
             log.exception("disk cache: the files of %s were not all found", self.folder)
 
@@ -353,7 +355,7 @@ class DiskCache:
             self._folder_times = times
             self._make_space(0)
         except Exception as error:  # the thread goes on
-            self._warn(f"{self.folder.parent} cannot be searched ({error})")
+            self._warn("folder", f"{self.folder.parent} cannot be searched ({error})")
 
     def _add_files(self, files: Sequence[scan.FoundFile], *, is_newest: bool) -> None:
         """Add the files that are not known yet, in this order, and serve what waits meanwhile."""
@@ -384,11 +386,11 @@ class DiskCache:
     def _lose(self, path: Path, error: BadFile) -> None:
         """Remove a file that is not as it was written."""
         self.counts["damaged"] += 1
-        self._warn(f"{path} is not used: {error}")
+        self._warn("damaged", f"{path} is not used: {error}")
         scan.try_remove(path)
 
-    def _warn(self, text: str) -> None:
-        """Log it, once: what comes after is counted."""
-        if not self._has_warned:
-            self._has_warned = True
-            log.warning("disk cache: %s. Further faults are counted in /metrics only", text)
+    def _warn(self, kind: str, text: str) -> None:
+        """Log the first fault of each kind: a damaged file must not hide a disk that fills up later."""
+        if kind not in self._warned:
+            self._warned.add(kind)
+            log.warning("disk cache: %s. Further such faults are counted in /metrics only", text)

@@ -388,9 +388,16 @@ def full(*_: object, **__: object) -> None:
 
 
 def test_a_full_disk_is_one_warning_and_is_tried_again(
-    opened: Callable[..., DiskCache], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    opened: Callable[..., DiskCache],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """Also behind the warning of a damaged file."""
     now = [0.0]
+    mine = tmp_path / FINGERPRINT
+    mine.mkdir()
+    (mine / "damaged.state").write_text("no state")
     cache = opened(clock=lambda: now[0])
     with monkeypatch.context() as patch:
         patch.setattr(cache_module, "write_content", full)
@@ -399,8 +406,9 @@ def test_a_full_disk_is_one_warning_and_is_tried_again(
             put(cache, names)
         assert cache.offer(ALL[0]) is None, "nothing is copied for a disk that has just failed"
     assert cache.stats()["num_disk_failed"] == len(ALL)
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert "No space left" in caplog.text
+    damaged, no_space = (record.message for record in caplog.records)
+    assert "damaged.state is not used" in damaged
+    assert "No space left" in no_space
     now[0] += 100.0
     put(cache, ALL[0])
     assert fetch(cache, ALL[0]) is not None
