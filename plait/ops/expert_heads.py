@@ -12,16 +12,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from plait.ops.blocks import random_weight
 from plait.ops.case import Case
 from plait.ops.expert_stack import ExpertStack, Pack
 from plait.ops.linear import Linear
 from plait.ops.registry import Arguments, bind_reference, op
-from plait.quant.weight import Dense
+from plait.quant.weight import Dense, Weight
 
 CASES: list[Case] = [
     dict(tokens=1, experts=4, top_k=2, hidden=32, groups=2, dim=16),
     dict(tokens=19, experts=5, top_k=3, hidden=40, groups=3, dim=10, bias=True),
     dict(tokens=70, experts=3, top_k=1, hidden=64, groups=1, dim=24, bias=True),
+    *(
+        Case(tokens=tokens, experts=3, top_k=2, hidden=256, groups=2, dim=128, stored="Q4_K")
+        for tokens in (2, 67)
+    ),
 ]
 
 
@@ -58,9 +63,13 @@ def _linears(case: Case, sizes: tuple[int, int], dtype: torch.dtype, device: str
     n_in, n_out = sizes
     made = []
     for _ in range(case["experts"]):
-        weight = torch.randn(n_out, n_in, dtype=dtype, device=device) / n_in**0.5
+        weight: Weight = (
+            random_weight(case["stored"], n_out, n_in).to(torch.device(device))
+            if "stored" in case
+            else Dense(torch.randn(n_out, n_in, dtype=dtype, device=device) / n_in**0.5)
+        )
         bias = torch.randn(n_out, dtype=dtype, device=device) if "bias" in case else None
-        made.append(Linear([Dense(weight)], [bias], bind_reference, dtype))
+        made.append(Linear([weight], [bias], bind_reference, dtype))
     return made
 
 

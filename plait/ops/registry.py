@@ -248,7 +248,7 @@ def trial_keys(op: str, variant: str, facts: OpFacts) -> list[str]:
     """
     kind, stored = str(facts.sizes.get("kind", "")), facts.sizes.get("stored", ())
     formats = [stored.partition("+")[0]] if isinstance(stored, str) else list(stored)
-    kinds = [f"{name}+{kind}" for name in formats] or kind.split("+")
+    kinds = [f"{name}+{kind}" if kind else name for name in formats] or kind.split("+")
     dtype = str(facts.dtype).removeprefix("torch.")
     return ["/".join((op, variant, name, dtype)) for name in kinds]
 

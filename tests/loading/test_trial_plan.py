@@ -32,7 +32,7 @@ def kernels() -> None:
 
 
 def plan(*formats: str, kinds: tuple[str, ...] = ("silu",)) -> dict[str, KernelTrial]:
-    used = dict.fromkeys(("linear", "embed", "map_heads"), ()) | {"experts": kinds}
+    used = dict.fromkeys(("linear", "embed", "map_heads", "spread_heads"), ()) | {"experts": kinds}
     return {t.key: t for t in plan_trials(TrialNeeds(CHIP, [FLOAT], formats, used=used))}
 
 
@@ -43,8 +43,9 @@ def variant_of(op: Op, trials: dict[str, str], **sizes: object) -> str:
 @pytest.mark.parametrize("storage", WITHOUT_CASES)
 def test_each_storage_of_a_model_has_trials_of_its_own(storage: str) -> None:
     found = plan(storage)
-    for name in ("linear/triton/", "embed/planes/", "map_heads/triton/", "experts/triton/"):
-        own = f"{name}{storage}{'+silu' if 'experts' in name else ''}/float32"
+    variants = {"embed": "planes"}
+    for name in ("linear", "embed", "map_heads", "experts", "spread_heads"):
+        own = f"{name}/{variants.get(name, 'triton')}/{storage}{'+silu' * (name == 'experts')}/float32"
         assert own in found
         for case in found[own].cases:
             sizes = case.apply(REGISTRY[found[own].op].cases)

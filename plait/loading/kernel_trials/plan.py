@@ -76,9 +76,9 @@ def _list_cases(op: Op, needs: TrialNeeds) -> Iterator[TrialCase]:
         some.setdefault(name, []).append(i)
     kinds: Collection[str] = ()
     if any("stored" in case for case in op.cases):
-        kinds = plain if needs.used is None else sorted(needs.used[op.name])
+        kinds = plain if needs.used is None else sorted(needs.used[op.name]) or [""]
         usual = next(iter(plain.values()))
-        yield from (TrialCase(i, (("kind", kind),)) for kind in kinds for i in usual)
+        yield from (TrialCase(i, _say_kind(kind)) for kind in kinds for i in usual)
         plain = {kind: plain.get(kind, []) for kind in kinds}
     yield from (TrialCase(i) for some in plain.values() for i in some)
     for storage in sorted(set(needs.formats)) if stored else ():
@@ -98,9 +98,13 @@ def _list_stored(
     for i in own if len(own) > 1 else stored[TEMPLATE]:
         for more in UNNAMED if is_grouped else ("",):
             if "stored" in op.cases[i]:
-                yield from (TrialCase(i, (("stored", storage + more), ("kind", kind))) for kind in kinds)
+                yield from (TrialCase(i, (("stored", storage + more), *_say_kind(kind))) for kind in kinds)
             else:
                 yield TrialCase(i, (("kind", storage), ("more", more)))
+
+
+def _say_kind(kind: str) -> tuple[tuple[str, str], ...]:
+    return (("kind", kind),) if kind else ()
 
 
 def _storage_of(case: Mapping[str, object]) -> str | None:

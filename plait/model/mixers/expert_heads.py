@@ -72,7 +72,9 @@ class ExpertHeads(Attention):
         self, w: Weights, op: Op, name: str, n_in: int, n_out: int
     ) -> tuple[Bound, Sequence[Linear] | ExpertStack]:
         """(what is bound for the op, the experts' linear layers): a stack for a variant that takes one."""
-        numbers, fn = range(self._experts.num_experts), w.bind(op, activations=w.target.activations)
+        numbers = range(self._experts.num_experts)
+        stored = w.scope("experts").list_storages((f"{e}.{name}" for e in numbers), n_in)
+        fn = w.bind(op, activations=w.target.activations, stored=stored)
         if not isinstance(fn, StackedHeads):
             each = [w.scope(f"experts.{e}") for e in numbers]
             return fn, [one.linear(name, in_size=n_in, out_sizes=(n_out,)) for one in each]
