@@ -60,7 +60,7 @@ class EitherWay(CheapRows):
 
     num_asked = 0
 
-    def moved_s(self, nbytes: int) -> float | None:
+    def move_s(self, nbytes: int) -> float | None:
         self.num_asked += 1
         return 2.0 * (self.num_asked % 2)
 
