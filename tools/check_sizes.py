@@ -38,7 +38,7 @@ CAPS = {
     "quant": 2_530,
     "runner": 6_130,
     "schedule": 3_410,
-    "server": 18_750,
+    "server": 18_900,
     "spec": 970,
     "state": 2_100,
     "text": 9_540,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import TYPE_CHECKING, Any
 
 from plait.config import ServerConfig
@@ -69,6 +70,9 @@ def recorder(config: ServerConfig) -> Tracing | None:
     """The recorder of traces; None if no traces are requested. Raises ConfigError without its packages."""
     if config.otlp_endpoint is None:
         return None
+    if not re.match(r"https?://[^/?#\s]+/", config.otlp_endpoint):
+        given, example = config.otlp_endpoint, "http://collector:4318/v1/traces"
+        raise ConfigError(f"otlp_endpoint: {given!r} is no URL with a path; give one as {example}")
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import socket
 import sys
 from collections import deque
@@ -89,8 +91,9 @@ class TurnTransport:
         if self.is_closing():
             return
         self._flush()
-        if not self._inner.can_write_eof():  # TLS says itself that it ends
+        if not self._inner.can_write_eof():  # TLS says itself that it ends, and waits for the client's answer
             self._inner.close()
+            self._end = self._loop.call_later(LINGER_S, self._end_reading)
             return
         self._end = self._loop.call_later(LINGER_S, self._inner.close)
         try:
@@ -98,6 +101,12 @@ class TurnTransport:
             self._inner.resume_reading()
         except OSError:  # the client has gone
             self._inner.close()
+
+    def _end_reading(self) -> None:
+        """Have TLS end as if the client had closed: one that keeps a connection for later does not answer."""
+        end = self._inner.get_extra_info("socket")
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(end.fileno())) as same:
+            same.shutdown(socket.SHUT_RD)
 
     def abort(self) -> None:
         """Close now; what has not been sent is lost."""

@@ -18,6 +18,7 @@ import os
 import shutil
 import sqlite3
 import stat
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -36,6 +37,7 @@ CHECKED_BYTES = 256 * MIB  # a larger file is not read as a whole before the ser
 WAL_BYTES = 16 * MIB  # to which the log is cut after it was merged
 RESERVE_BYTES = 8 * MIB  # more than the log takes of a deletion that overwrites nothing, and of a `_SHRINK`
 _SHRINK = 512  # pages that leave the file in one transaction where the disk is full
+LOGGED_EVERY_S = 60.0  # a fault of the disk, which each request meets
 CHECK = b"plait"  # sealed in the file, to know the key by
 PRAGMAS = (
     "locking_mode = EXCLUSIVE",
@@ -118,6 +120,7 @@ class Database:
             raise ConfigError(f"store: {path}: {_explain(error)}") from error
         self._thread = ThreadPoolExecutor(1, "plait-store")
         self._reserve = f"{path}-reserve"
+        self._log_again_at = 0.0
         self.keep_reserve()
 
     async def run(self, work: Callable[[sqlite3.Connection], T], *, deletes: bool = False) -> T:
@@ -170,9 +173,16 @@ class Database:
             try:
                 return self._attempt(work)
             except sqlite3.Error as error:
+                self._log_fault(error)
                 if not deletes or not _is_full(error):
                     raise
             return self._attempt_with_reserve(work)
+
+    def _log_fault(self, error: sqlite3.Error) -> None:
+        """Log it, now and then: a client may be answered without being stored, so that none complains."""
+        if (now := time.monotonic()) >= self._log_again_at:
+            self._log_again_at = now + LOGGED_EVERY_S
+            logger.warning("store: %s: %s", self.path, _explain(error))
 
     def _attempt(self, work: Callable[[sqlite3.Connection], T]) -> T:
         self._connection.execute("BEGIN")  # the file is locked anyway

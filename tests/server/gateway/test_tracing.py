@@ -70,6 +70,12 @@ def test_without_the_packages_the_option_says_what_to_install(monkeypatch: pytes
     assert tracing.recorder(ServerConfig()) is None
 
 
+@pytest.mark.parametrize("given", ["collector:4318", "http://", "http://collector:4318", "ftp://x/v1/traces"])
+def test_an_endpoint_that_no_trace_can_reach_is_refused(given: str) -> None:
+    with pytest.raises(ConfigError, match=r"otlp_endpoint: .*; give one as http://collector:4318"):
+        tracing.recorder(ServerConfig(otlp_endpoint=given))
+
+
 def test_an_endpoint_is_where_traces_go() -> None:
     made = tracing.recorder(ServerConfig(otlp_endpoint="http://localhost:1/v1/traces"))
     assert made is not None

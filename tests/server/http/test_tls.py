@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import http.client
 import json
+import logging
 import shutil
 import socket
 import ssl
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,6 +77,26 @@ def test_a_handshake_that_does_not_come_ends_the_connection(
             assert sock.recv(10) == b""
     finally:
         running.stop()
+
+
+def test_a_client_that_keeps_its_connection_does_not_keep_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It answers the end of TLS never, or when it sends its next request."""
+    monkeypatch.setattr(connection, "LINGER_S", 0.05)
+    put("one", tmp_path)
+    running = start(lambda report: fake_front(), config(tmp_path))
+    idle = http.client.HTTPSConnection(*address(running), timeout=20, context=trusting("one"))
+    try:
+        idle.request("GET", "/version")
+        assert idle.getresponse().read()
+        leave = threading.Timer(10, idle.close)
+        leave.start()
+    finally:
+        running.stop()
+    leave.cancel()
+    idle.close()
+    assert not [record.message for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 @pytest.mark.parametrize("asked", [True, False])
