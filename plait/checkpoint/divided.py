@@ -79,8 +79,14 @@ class Cuts:
         return self.comm.rank.own_shares.start if self.share is None else self.share
 
     def factor_part(self, name: str) -> FactorPart:
-        """What this rank adds of an adapter's change of a weight that it has some rows of, or all."""
+        """What this rank adds of an adapter's change of a weight that it has some rows of, or all.
+
+        Of an expert also where it has some inputs: one range of them.
+        """
         cut = self.find(name)
+        if cut is not None and cut.cols is not None:
+            ((own,),) = cut.cols
+            return FactorPart(cols=own, num_cols=max(stop for _, stop in self.all_ranges(name)))
         if cut is None or cut.rows is None:
             return WHOLE_CHANGE
         rank = self.comm.rank

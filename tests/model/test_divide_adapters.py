@@ -13,9 +13,10 @@ from torch import Tensor
 from plait.checkpoint.adapter_slots import AdapterSlots
 from plait.checkpoint.adapters.match import AdapterMatch
 from plait.checkpoint.adapters.peft import open_peft
-from plait.checkpoint.divided import Cuts, list_names_elsewhere
+from plait.checkpoint.divided import Cuts, FactorPart, list_names_elsewhere
 from plait.errors import CheckpointError
 from plait.families.common.resolved import Resolved
+from plait.loading.meta_model import meta_cuts
 from plait.model.decoder import Decoder
 from plait.model.divide import count_shares, divide_model
 from plait.model.layers.layers import Batch
@@ -109,3 +110,13 @@ def effect_of_last_bits(found: Resolved, checkpoint: Memory, adapter: Path, want
         moved = move_last_bits(checkpoint, generator)
         largest = max(largest, *map(worst, of_ranks(found, moved, adapter, Alone(), is_native=False), wanted))
     return largest
+
+
+def test_experts_take_of_an_adapter_what_a_rank_has_of_them(tmp_path: Path) -> None:
+    tiny.write("mixtral", tmp_path)
+    config, tensors, _ = tiny.read(tmp_path)
+    found = resolved(Memory(tensors), config)
+    cuts = meta_cuts(found.spec, Rank(1, 2))
+    at = "layers.0.ffn.experts.1"
+    assert cuts.factor_part(f"{at}.down") == FactorPart(cols=(24, 48), num_cols=48)
+    assert cuts.factor_part(f"{at}.up") == FactorPart(rows=((24, 48),), num_rows=48)
