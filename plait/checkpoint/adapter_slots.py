@@ -107,8 +107,8 @@ class AdapterSlots:
 
     @property
     def has_experts(self) -> bool:
-        """Whether a stack of experts has a site."""
-        return any(isinstance(place.site, ExpertSite) for place in self._places)
+        """Whether experts have a site, in a stack or each of them."""
+        return any(".experts." in name for place in self._places for name in place.parts)
 
     def head_sites(self, name: str, sizes: tuple[int, int, int, int], part: FactorPart) -> HeadSites | None:
         """The site of MLA's up-projection of that name; None: no adapter changes it.

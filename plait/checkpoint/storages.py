@@ -31,6 +31,11 @@ class Checkpoint(Protocol):
         ...
 
 
+def is_dtype(name: str) -> bool:
+    """Whether a format is that of plain numbers."""
+    return isinstance(getattr(torch, name, None), torch.dtype)
+
+
 def list_storages(
     checkpoint: Checkpoint, names: NameMap, ours: Iterable[str], how: Encoder | None
 ) -> tuple[str, ...]:
@@ -46,6 +51,5 @@ def list_storages(
             continue
         for theirs in sources_of(source):
             kept = checkpoint.format_of(theirs) if theirs in checkpoint else ""
-            is_plain = isinstance(getattr(torch, kept, None), torch.dtype)
-            found.add(kept if not is_plain else how.kind.name if how else "")
+            found.add(kept if not is_dtype(kept) else how.kind.name if how else "")
     return tuple(sorted(found - {""}))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.divided import Cuts, StoredPart
-from plait.checkpoint.storages import Checkpoint
+from plait.checkpoint.storages import Checkpoint, is_dtype
 from plait.checkpoint.weights import Target, Weights
 from plait.errors import ConfigError
 from plait.families.common.resolved import Resolved
@@ -49,7 +49,7 @@ class Outline:
     def read(self, name: str) -> Tensor:
         """An empty tensor of the shape that a read gives: a quantized stack is one matrix of all its rows."""
         shape = self.shape(name)
-        if len(shape) > 2 and not isinstance(getattr(torch, self.format_of(name), None), torch.dtype):
+        if len(shape) > 2 and not is_dtype(self.format_of(name)):
             shape = (prod(shape[:-1]), shape[-1])
         return torch.empty(shape, device="meta")
 

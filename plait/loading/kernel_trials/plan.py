@@ -16,9 +16,9 @@ from plait.ops.attention import BLOCK
 from plait.ops.blocks import is_storage
 from plait.ops.chip import Chip
 from plait.ops.registry import OURS, REGISTRY, Op, OpFacts, Variant, trial_keys
+from plait.ops.rows import FLOATS
 
 STANDARD = {"block_size": BLOCK, "kv_dtype": "model"}  # what every mixer adds to an op's own sizes
-PLAIN = ("bfloat16", "float16")  # plain numbers with cases of their own
 TEMPLATE = "Q4_K"  # its cases serve for other storages: whole blocks of each fit their sizes
 UNNAMED = ("", "+zeros+order")  # what integers in groups may have besides, of which their format says nothing
 OpKinds = Mapping[str, Collection[str]]  # op -> the activations that a model binds it for
@@ -110,7 +110,7 @@ def _say_kind(kind: str) -> tuple[tuple[str, str], ...]:
 def _storage_of(case: Mapping[str, object]) -> str | None:
     """What a case's weight is stored as; None: plain numbers in the dtype of a trial."""
     name = str(case.get("stored") or case.get("kind") or "").partition("+")[0]
-    return name if name in PLAIN or is_storage(name) else None
+    return name if name in FLOATS or is_storage(name) else None
 
 
 def _list_trials(op: Op, variant: Variant, case: TrialCase, needs: TrialNeeds) -> Iterator[KernelTrial]:
