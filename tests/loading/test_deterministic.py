@@ -16,6 +16,7 @@ def test_deterministic_on_a_gpu_is_decided_by_what_is_bound() -> None:
     target = Target(torch.device("cpu"), torch.float32, 64, 32)
     target.chip = EXAMPLES[90]
     target.bound.append(Binding("paged_attention", "triton", "layers.0.attn", ()))
+    target.bound.append(Binding("add_expert_low_rank", "triton", "layers.0.ffn.experts", ()))
     assert loose_ops(target) == {}, "a row's bits do not depend on what shares its step"
     check_deterministic(target)
     target.bound.append(Binding("linear", "reference", "layers.0.mlp", ()))
@@ -23,4 +24,7 @@ def test_deterministic_on_a_gpu_is_decided_by_what_is_bound() -> None:
     assert loose_ops(target) == {"linear": "reference", "paged_attention": "sdpa"}
     text = r"on an sm_90 as H200 this model runs linear \(reference\), paged_attention \(sdpa\), .*\(--cpu\)"
     with pytest.raises(ConfigError, match=text):
+        check_deterministic(target)
+    target.bound[2:] = [Binding("add_stacked_low_rank", "reference", "layers.0.mlp", ())]
+    with pytest.raises(ConfigError, match=r"add_stacked_low_rank \(reference\)"):
         check_deterministic(target)
