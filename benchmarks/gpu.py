@@ -60,9 +60,11 @@ def list_phases() -> list[Callable[[Bench], Iterator[Item]]]:
 
 def run(given: argparse.Namespace) -> int:
     """All requested phases. 1: something is wrong; 3: the device was lost, and a call goes on."""
+    from gpu_phases.machine import can_begin_early
     from gpu_phases.results import Bench, DeviceLost, compare_rows, describe_row
 
     from plait.kernels.load import load_for_gpu
+    from plait.ops.launch import permit_dependent
 
     load_for_gpu()
     bench = Bench.at(given.out, is_full=given.full, is_dry=given.dry, only=given.only)
@@ -76,6 +78,7 @@ def run(given: argparse.Namespace) -> int:
         share = 1.0 if given.full else shares[phase] / sum(shares[n] for n in given.phases if n >= phase)
         now = time.monotonic()  # what a phase leaves of its time is for those behind it
         bench.deadline = now + share * max(end - now, 0.0)
+        permit_dependent(bench.device, can_begin_early(bench))
         try:
             left[NAMES[phase]] += bench.run_phase(phase, items(bench), lambda text: print(text, flush=True))
         except DeviceLost as error:

@@ -76,6 +76,11 @@ class EngineConfig:
         "share of the GPU memory that weights and the largest step leave: it is for the state of sequences",
         "--gpu-memory-utilization",
     )
+    pdl: bool = option(
+        True,
+        "on a GPU, from sm_90 on: a kernel begins while the one before it ends (programmatic dependent "
+        "launch), if a trial at the first startup is right",
+    )
     prefix_cache: bool = option(True, "keep what was computed, for requests that begin with the same tokens")
     snapshot_interval: int = option(
         512, "tokens between snapshots of recurrent state in long sequences", least=1

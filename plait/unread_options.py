@@ -24,9 +24,9 @@ def list_unread(
     kinds = {type(state) for state in states.values()}
     rows: tuple[Row, ...] = (
         (is_on_gpu, (*KERNELS, "threads", "packed_cache"), "for CPUs alone"),
-        (not is_on_gpu, ("gpu_memory",), "the model is on a CPU"),
+        (not is_on_gpu, ("gpu_memory", "pdl"), "the model is on a CPU"),
         (config.memory_limit is not None, ("gpu_memory",), "memory_limit says how much there is"),
-        (config.ops == "reference", (*KERNELS, "no_fuse", "packed_cache"), "ops is reference"),
+        (config.ops == "reference", (*KERNELS, "no_fuse", "packed_cache", "pdl"), "ops is reference"),
         (config.num_ranks > 1, ("packed_cache",), "weights of several ranks are packed anew"),
         (config.speculate == "off", ("num_draft_tokens",), "speculate is off"),
         (not config.lora and config.lora_folder is None, ("max_lora_rank",), "there are no adapters"),

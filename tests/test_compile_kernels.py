@@ -26,11 +26,13 @@ from tools.compile_kernels import (
     check_report,
     count_instructions,
     count_loop,
+    find_early,
     judge,
     list_digests,
+    load_forms,
     show_row,
 )
-from tools.kernel_sources import RowKey, digest_form, find_stale, read_rows
+from tools.kernel_sources import RowKey, digest_form, find_stale, is_dependent, list_constants, read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 REPORT = ROOT / "docs" / "gpu-kernels.md"
@@ -123,6 +125,34 @@ def test_instructions_for_each_weight_are_those_of_the_longest_loop() -> None:
     ]
 
 
+def listing(*instructions: str) -> str:
+    return "\n".join(f"        /*{16 * i:04x}*/    {text} ;" for i, text in enumerate(instructions))
+
+
+def test_what_is_read_before_the_kernels_before_have_ended_is_a_fault() -> None:
+    start = ("LDC R1, c[0x0][0x28]", "S2R R9, SR_TID.X", "CCTL.E.PF2 [R2]")
+    assert find_early(listing(*start, "ACQBULK", "@P0 BRA `(.L_x_0)", "LDG.E R0, [R4]")) == []
+    for text, name in (
+        ("LDG.E R0, [R4]", "LDG"),
+        ("@!P0 LDGSTS.E [R3], [R4]", "LDGSTS"),
+        ("STG.E [R4], R0", "STG"),
+        ("ATOMG.E.ADD R0, [R4]", "ATOMG"),
+        ("@P0 EXIT", "EXIT"),
+        ("@P0 BRA `(.L_x_0)", "BRA"),
+    ):
+        found = find_early(listing(*start, text, "ACQBULK"))
+        assert found == [f"it has {name} before it waits for the kernels before it"]
+    assert find_early(listing(*start, "LDG.E R0, [R4]")) != []
+    assert find_early(listing(*start)) == ["it does not wait for the kernels before it"]
+
+
+def test_every_kernel_waits_for_those_before_it() -> None:
+    """Else it is launched when they have ended, which takes a microsecond more; `find_early` has the rest."""
+    forms = [form for _, form in load_forms()]
+    assert {form.kernel.fn.__name__ for form in forms if not is_dependent(form, 90)} == set()
+    assert not any(is_dependent(form, 80) for form in forms)
+
+
 def test_loads_are_counted_by_their_width() -> None:
     code = "LDG.E.128 R4, [R2]; LDG.E.64 R4; LDG.E.U8 R4; LDG.E R1; STG.E.128 ; HMMA.16816.F32.BF16 R4"
     found = count_instructions(code)
@@ -206,6 +236,12 @@ def test_a_digest_is_of_what_machine_code_follows_from(tmp_path: Path) -> None:
     ):
         assert digest_form(load_form(other, tmp_path), 90) != own
     assert digest_form(load_form(MODULE, tmp_path), 80) != own
+    early = MODULE.replace(
+        "    return add(", "    await_previous()\n    if is_dependent() and N:\n        pass\n    return add("
+    )
+    assert digest_form(load_form(early, tmp_path), 90) != own
+    older = digest_form(load_form(MODULE, tmp_path), 80)
+    assert digest_form(load_form(early, tmp_path), 80) == older, "nothing of it is compiled there"
     for changes in (
         {"num_warps": 8},
         {"constants": {"N": 4}},
@@ -213,6 +249,14 @@ def test_a_digest_is_of_what_machine_code_follows_from(tmp_path: Path) -> None:
         {"options": {"maxnreg": 128}},
     ):
         assert digest_form(load_form(MODULE, tmp_path, **changes), 90) != own
+
+
+def test_constants_that_a_launch_leaves_out_are_those_of_the_kernel(tmp_path: Path) -> None:
+    """As numbers that a launch gives they would be read when the kernel runs: other machine code."""
+    form = load_form(MODULE.replace("outer(x, N)", "outer(x, N, WIDE=False)"), tmp_path)
+    assert list_constants(form) == {"N": 3, "WIDE": False}
+    other = load_form(MODULE.replace("outer(x, N)", "outer(x, N, WIDE=True)"), tmp_path)
+    assert digest_form(other, 90) != digest_form(form, 90)
 
 
 def test_rows_of_another_source_are_named_and_compiled_again(tmp_path: Path) -> None:

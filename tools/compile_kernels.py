@@ -6,8 +6,10 @@
 
 A form passes if it compiles, spills nothing, fits into the shared memory that a block of that GPU may have,
 has the instructions that it demands (wide loads, products of matrices), and takes no more of them for each
-weight than it may: decoding costs instructions, of which a fast memory leaves few. Each row of the report has
-the digest of its source (`kernel_sources`), and is written as soon as it is known. Needs `triton`, no GPU.
+weight than it may: decoding costs instructions, of which a fast memory leaves few. From sm_90 on forms are
+compiled for programmatic dependent launch, and have to wait before they read or write. Each row of the
+report has the digest of its source (`kernel_sources`), and is written as soon as it is known. Needs `triton`,
+no GPU.
 """
 
 from __future__ import annotations
@@ -31,10 +33,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from plait.kernels.load import triton_kernels
+from plait.kernels.load import load_for_gpu, triton_kernels
 from plait.kernels.triton.forms import TARGETS, KernelForm
 from plait.ops.launch import LAUNCH_OPTIONS
-from tools.kernel_sources import RowKey, digest_form, find_stale, read_rows
+from tools.kernel_sources import RowKey, digest_form, find_stale, is_dependent, list_constants, read_rows
 
 SHARED_KIB = {
     75: 64,
@@ -51,6 +53,10 @@ SEEN = re.compile(r"\b((?:LDG|LDGSTS|STG|HGMMA|HMMA|QGMMA|IMMA|LDL|STL|BAR|MUFU|
 WIDE = ("LDG", "LDGSTS", "STG")
 LABEL = re.compile(r"\s*(\.L_\w+):")
 INSTRUCTION = re.compile(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?[A-Z][A-Z0-9_]+")
+NAMED = re.compile(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]+)")
+WAIT = "ACQBULK"  # for the kernels before this one
+BEFORE = ("LDC", "ULDC", "LDCU")  # loads of constants alone come before it
+NOT_BEFORE = ("LD", "ST", "ATOM", "RED", "UBLK", "UTMA", "BRA", "BRX", "JMP", "CALL", "EXIT", "RET")
 JUMP = re.compile(r"BRA\S*\s.*\((\.L_\w+)\)")
 PRODUCT = re.compile(r"nvidia_mma<\{[^}]*warpsPerCTA = \[(\d+),")  # Triton's layout of a product's result
 
@@ -73,6 +79,7 @@ class Compiled:
 
 def load_forms() -> list[tuple[str, KernelForm]]:
     """(module, form) of every form."""
+    load_for_gpu()  # in its order, which decides what this process binds
     modules = [(name, importlib.import_module(name)) for name in triton_kernels()]
     return [(name, form) for name, module in modules if hasattr(module, "forms") for form in module.forms()]
 
@@ -128,7 +135,8 @@ def measure_form(form: KernelForm, target: int) -> Compiled:
     made_of = Compiled(
         name, target, registers, spills, shared, seconds, per_weight, dict(sorted(seen.items())), warps
     )
-    return replace(made_of, faults=tuple(judge(form, made_of)))
+    faults = judge(form, made_of) + (find_early(code) if is_dependent(form, target) else [])
+    return replace(made_of, faults=tuple(faults))
 
 
 def judge(form: KernelForm, made: Compiled) -> list[str]:
@@ -148,6 +156,16 @@ def judge(form: KernelForm, made: Compiled) -> list[str]:
     if made.per_weight > form.max_per_weight:
         faults.append(f"{made.per_weight:.2f} instructions for each weight, at most {form.max_per_weight:g}")
     return faults
+
+
+def find_early(code: str) -> list[str]:
+    """What machine code does too early if the kernels before it may still run: it has to wait first."""
+    for name in NAMED.findall(code):
+        if name == WAIT:
+            return []
+        if name.startswith(NOT_BEFORE) and name not in BEFORE:
+            return [f"it has {name} before it waits for the kernels before it"]
+    return ["it does not wait for the kernels before it"]
 
 
 def count_loop(code: str) -> int:
@@ -183,17 +201,20 @@ def _compile(form: KernelForm, target: int) -> Any:
     from triton.compiler import ASTSource
 
     names, signature, attributes = form.kernel.arg_names, {}, {}
+    given = list_constants(form)
     for i, name in enumerate(names):
         kind = form.types.get(name, "i32")
-        if name in form.constants:
+        if name in given:
             signature[name] = "constexpr"
             continue
         signature[name] = "*" + kind[:-1] if kind.endswith("*") else kind.rstrip("!")
         if kind[-1] in "*!":
             attributes[(i,)] = [["tt.divisibility", 16]]
-    constants = {(names.index(name),): value for name, value in form.constants.items()}
+    constants = {(names.index(name),): value for name, value in given.items()}
     source = ASTSource(form.kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {**LAUNCH_OPTIONS, "num_warps": form.num_warps, "num_stages": form.num_stages, **form.options}
+    early = {"launch_pdl": is_dependent(form, target)}
+    sizes = {"num_warps": form.num_warps, "num_stages": form.num_stages}
+    options = {**LAUNCH_OPTIONS, **early, **sizes, **form.options}
     return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
 
 
@@ -219,6 +240,8 @@ What `tools/compile_kernels.py` found: every form of the Triton kernels, compile
 GPUs of three generations. Nothing here has run on a GPU. `source` is the digest of what a row was
 compiled from; `make check` fails where a kernel has changed since. Forms in float16 have the tiles of
 bfloat16, which has a form for each flag. So one in float16 stands for all flags of its kernel and layout.
+Forms for sm_90 and sm_120 are compiled for programmatic dependent launch. Their machine code was searched:
+it waits for the kernels before it ahead of all that it reads and writes.
 Rows are of Triton {version}, which PyTorch's CUDA build brings.
 
 | form | target | registers | spills | shared memory | for each weight | instructions | source |

@@ -3,7 +3,8 @@
 A digest covers what machine code follows from: the kernel and all that it calls, without comments, docstrings
 and layout; the values of module constants that they read; the form's types, constants and options; the
 target; and Triton's version, as another one makes other code of the same source. It is the same with and
-without Triton's interpreter, so a test can compute it.
+without Triton's interpreter, so a test can compute it. Statements of programmatic dependent launch are
+nothing on GPUs without it, so they are no part of a digest there.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from types import FunctionType
 from typing import NamedTuple
 
 from plait.kernels.triton.forms import KernelForm
-from plait.ops.launch import LAUNCH_OPTIONS
+from plait.ops.launch import LAUNCH_OPTIONS, WAITS
+from plait.ops.launch_chain import FIRST
 
 LENGTH = 12  # hexadecimal digits that a row has
 PLAIN = (bool, int, float, str, bytes, tuple, type(None))
@@ -35,11 +37,27 @@ class RowKey(NamedTuple):
 
 def digest_form(form: KernelForm, target: int) -> str:
     """The digest of the source that a form has now, on one target."""
-    parts = [*_list_sources(_function_of(form.kernel)), repr(target), repr((form.num_warps, form.num_stages))]
+    early = is_dependent(form, target)
+    parts = [*_list_sources(_function_of(form.kernel), early), repr(target)]
+    parts += [repr((form.num_warps, form.num_stages)), *(["launch_pdl"] if early else [])]
     parts.append(f"triton {version('triton')}")
-    for values in (form.types, form.constants, {**LAUNCH_OPTIONS, **form.options}):
+    for values in (form.types, list_constants(form), {**LAUNCH_OPTIONS, **form.options}):
         parts.append(repr(sorted(values.items())))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:LENGTH]
+
+
+def list_constants(form: KernelForm) -> dict[str, object]:
+    """A form's constants, with those that a launch leaves to the kernel."""
+    fn = _function_of(form.kernel)
+    parameters = inspect.signature(fn).parameters if fn else {}
+    left = {n: p.default for n, p in parameters.items() if p.default is not p.empty and n not in form.types}
+    return {**left, **form.constants}
+
+
+def is_dependent(form: KernelForm, target: int) -> bool:
+    """Whether a form is launched there before the kernels before it have ended."""
+    fn = _function_of(form.kernel)
+    return target >= FIRST and fn is not None and WAITS.search(inspect.getsource(fn)) is not None
 
 
 def read_rows(report: Path) -> dict[RowKey, tuple[str, str]]:
@@ -71,8 +89,11 @@ def _function_of(value: object) -> FunctionType | None:
     return inner if isinstance(inner, FunctionType) else None
 
 
-def _list_sources(kernel: FunctionType | None) -> Sequence[str]:
-    """The texts of a kernel and of what it calls, each once, and the constants that they read."""
+def _list_sources(kernel: FunctionType | None, early: bool) -> Sequence[str]:
+    """The texts of a kernel and of what it calls, each once, and the constants that they read.
+
+    early: with what programmatic dependent launch needs.
+    """
     assert kernel is not None, "a form has a kernel"
     parts: dict[str, str] = {}
     waiting = [kernel]
@@ -81,7 +102,7 @@ def _list_sources(kernel: FunctionType | None) -> Sequence[str]:
         name = f"{fn.__module__}.{fn.__qualname__}"
         if name in parts:
             continue
-        text, names = _read_source(fn)
+        text, names = _read_source(fn, early)
         parts[name] = text
         for used in names:
             value = fn.__globals__.get(used)
@@ -95,11 +116,25 @@ def _list_sources(kernel: FunctionType | None) -> Sequence[str]:
 
 
 @cache
-def _read_source(fn: FunctionType) -> tuple[str, tuple[str, ...]]:
+def _read_source(fn: FunctionType, early: bool) -> tuple[str, tuple[str, ...]]:
     """A function's text without comments and docstrings, and the names that it reads."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(fn)))
+    if not early:
+        tree = _PlainLaunch().visit(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and ast.get_docstring(node, clean=False) is not None:
             node.body = node.body[1:] or [ast.Pass()]
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     return ast.unparse(tree), tuple(sorted(names))
+
+
+class _PlainLaunch(ast.NodeTransformer):
+    """Takes away what is nothing without programmatic dependent launch."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
+        return None if ast.unparse(node) == "await_previous()" else node
+
+    def visit_If(self, node: ast.If) -> ast.AST | None:
+        if ast.unparse(node.test).startswith("is_dependent()"):
+            return None
+        return self.generic_visit(node)

@@ -18,7 +18,9 @@ import triton.language as tl
 from gpu_phases.results import Bench, Item
 from gpu_phases.timing import time_us
 from plait.bench.machine import describe
+from plait.loading.kernel_trials.child import try_variant
 from plait.loading.torch_preload import die_with
+from plait.ops.launch_chain import FIRST, chain_launches
 
 ACCELERATORS = (
     *("fla", "flashinfer", "flash_attn", "flash_attn_interface", "gemlite", "deep_gemm", "vllm", "sglang"),
@@ -71,6 +73,7 @@ def list_machine(bench: Bench) -> Iterator[Item]:
     for pdl in (False, True):
         how = "programmatic launch" if pdl else "plain"
         yield Item("launch gap", how, f"{CHAIN} launches", "", lambda pdl=pdl: _gap(bench, pdl))
+    yield Item("early launches", "chain", "", "float32", lambda: _chain(bench))
     yield Item("varlen_attn", "pages", "", "", _varlen)
     for name in ACCELERATORS:
         there = importlib.util.find_spec(name) is not None
@@ -95,6 +98,12 @@ def tflop_s(bench: Bench) -> float:
     return float(row["tflop_s"])
 
 
+def can_begin_early(bench: Bench) -> bool:
+    """Whether kernels may begin before those before them have ended: if phase 0 has found that right."""
+    row = bench.find(0, "early launches")
+    return row is not None and row["ok"] is True
+
+
 def _versions(bench: Bench) -> dict[str, Any]:
     chip, cuda = bench.chip, torch.version.cuda
     found = {"chip": chip.name, "capability": chip.capability, "processors": chip.processors}
@@ -111,8 +120,8 @@ def _gap(bench: Bench, pdl: bool) -> dict[str, Any]:
     """Microseconds from one launch to the next in a graph; edges that capture drops show as no gain."""
     if bench.is_dry and pdl:
         return {"ok": None, "note": "the interpreter has no such launches"}
-    if pdl and bench.chip.capability < 90:
-        return {"ok": None, "note": "programmatic launches begin with sm_90"}
+    if pdl and bench.chip.capability < FIRST:
+        return {"ok": None, "note": f"programmatic launches begin with sm_{FIRST}"}
     x = torch.zeros(128, device=bench.device)
     more = {"launch_pdl": True} if pdl else {}
     count = 2 if bench.is_dry else CHAIN
@@ -122,6 +131,17 @@ def _gap(bench: Bench, pdl: bool) -> dict[str, Any]:
             add_one[(1,)](x, PDL=pdl, num_warps=4, **more)
 
     return {"us": time_us(bench, [call]) / count}
+
+
+def _chain(bench: Bench) -> dict[str, Any]:
+    """The trial of programmatic dependent launch that a startup makes, too."""
+    if bench.is_dry or bench.chip.capability < FIRST:
+        return {"ok": None, "note": f"programmatic launches begin with sm_{FIRST}, on a GPU"}
+    variant = next(variant for variant in chain_launches.variants if variant.on == "cuda")
+    cases = chain_launches.cases
+    tried = (try_variant(chain_launches, variant, case, torch.float32, str(bench.device)) for case in cases)
+    why = next(filter(None, tried), "")
+    return {"ok": not why, "note": why}
 
 
 def _varlen() -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpu_phases.machine import can_begin_early
 from gpu_phases.results import Bench, Item
 from gpu_phases.timing import copied
 from plait.bench.ops.run import case_text, tensors
@@ -20,6 +21,7 @@ from plait.kernels.load import load_for_gpu
 from plait.loading.torch_preload import die_with
 from plait.model.mixers.registry import list_mixers
 from plait.ops.attention import BLOCK
+from plait.ops.launch import permit_dependent
 from plait.ops.linear import Linear
 from plait.ops.registry import REGISTRY, Op, OpFacts, Variant
 
@@ -56,8 +58,8 @@ def list_checks(bench: Bench) -> Iterator[Item]:
     pool = ProcessPoolExecutor(
         workers,
         mp_context=multiprocessing.get_context("spawn"),
-        initializer=die_with,
-        initargs=(os.getpid(),),
+        initializer=start_warmer,
+        initargs=(os.getpid(), str(bench.device), can_begin_early(bench)),
     )
     try:
         jobs = [pool.submit(run_once, *check.named, str(bench.device)) for check in checks]
@@ -67,6 +69,12 @@ def list_checks(bench: Bench) -> Iterator[Item]:
         pool.shutdown(wait=False, cancel_futures=True)
         for child in multiprocessing.active_children():  # in one of them a kernel may never end
             child.kill()
+
+
+def start_warmer(parent: int, device: str, is_early: bool) -> None:
+    """A process that ends with its parent, and launches kernels as it does."""
+    die_with(parent)
+    permit_dependent(torch.device(device), is_early)
 
 
 def _after(job: Future[None], check: Check) -> dict[str, Any]:

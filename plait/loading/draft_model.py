@@ -107,7 +107,7 @@ def _draft_target(opened: Opened, config: EngineConfig, target: Target, max_len:
     hidden = opened.resolved.spec.hidden_size
     own = Target(target.device, dtype, max_len, hidden, config.ops, block_size=config.block_size)
     own.executor, own.activations, own.quantize = target.executor, target.activations, config.quantize
-    own.no_fuse, own.chip = config.no_fuse, target.chip
+    own.no_fuse, own.chip, own.pdl = config.no_fuse, target.chip, target.pdl
     return own
 
 

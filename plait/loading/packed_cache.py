@@ -37,7 +37,7 @@ RESERVE_NBYTES = 1 << 30  # of the disk, which stay free
 # Options that change nothing of what is packed: all others are in the key.
 APART = frozenset({
     "vocab", "chat_template", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_waiting",
-    "block_size", "memory_limit", "gpu_memory", "prefix_cache", "snapshot_interval", "swap_memory",
+    "block_size", "memory_limit", "gpu_memory", "pdl", "prefix_cache", "snapshot_interval", "swap_memory",
     "cache_disk", "cache_disk_limit", "cache_disk_bandwidth",
     "max_step_ms", "speculate", "num_draft_tokens", "threads", "deterministic", "kv_dtype", "state_dtype",
     "cache_dir", "packed_cache", "lora", "lora_folder", "max_loras", "max_lora_rank",

@@ -81,7 +81,7 @@ def make_target(
     target.cuts = cuts or Cuts()
     check_fused(config.no_fuse)
     target.quantize, target.no_fuse, target.chip = config.quantize, config.no_fuse, chip
-    target.deterministic = config.deterministic
+    target.deterministic, target.pdl = config.deterministic, config.pdl
     target.kv_dtype = kv_dtype(config, stored_dtypes(opened), dtype)
     check_kept(config, chip)
     target.state_dtype = config.state_dtype

@@ -1,12 +1,17 @@
-"""Launches of Triton kernels: each goes through `launch`, so that a recording of a step can see it."""
+"""Launches of Triton kernels: each goes through `launch`, so that a recording of a step can see it.
+
+On a GPU that is right in the trial of it (`launch_chain`), a kernel that waits for those before it may begin
+before they have ended: programmatic dependent launch, `kernels.triton.dependent_launch`.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +24,8 @@ MAX_REASON = 300  # characters of a compiler's error
 # Of every launch that says nothing else. What Triton does by default has changed between versions: whether a
 # product and a sum are one instruction, which decides bits, must not depend on the version that is installed.
 LAUNCH_OPTIONS: Mapping[str, object] = {"enable_fp_fusion": True}
+# A statement of the kernel itself, in no branch: each of its programs waits for the kernels before it.
+WAITS = re.compile(r"^ {4}await_previous\(\)$", re.MULTILINE)
 
 
 class LaunchWatcher(Protocol):
@@ -41,6 +48,7 @@ class _ThreadState(threading.local):
 
 
 _here = _ThreadState()
+_dependent = set[int]()  # numbers of the GPUs on which kernels may begin before those before them have ended
 
 
 def launch(kernel: Any, grid: Grid, *args: object, **constants: object) -> None:
@@ -53,7 +61,8 @@ def launch(kernel: Any, grid: Grid, *args: object, **constants: object) -> None:
     """
     if 0 in grid:
         return
-    run = partial(_run_where_it_lies, kernel[grid], kernel.fn.__name__, args, {**LAUNCH_OPTIONS, **constants})
+    own = kernel[grid], kernel.fn.__name__, waits_for_previous(kernel)
+    run = partial(_run_where_it_lies, *own, args, {**LAUNCH_OPTIONS, **constants})
     if not _here.watchers:
         run()
         return
@@ -65,10 +74,13 @@ def launch(kernel: Any, grid: Grid, *args: object, **constants: object) -> None:
 
 
 def _run_where_it_lies(
-    run: Callable[..., object], name: str, args: Sequence[object], constants: dict[str, object]
+    run: Callable[..., object], name: str, waits: bool, args: Sequence[object], constants: dict[str, object]
 ) -> None:
+    """waits: whether the kernel waits for all before it."""
     first = next((value for value in args if isinstance(value, Tensor)), None)
     is_here = first is None or not first.is_cuda or first.get_device() == torch.cuda.current_device()
+    if first is not None and first.get_device() in _dependent and waits:
+        constants["launch_pdl"] = True
     try:
         with nullcontext() if first is None or is_here else torch.cuda.device(first.device):
             run(*args, **constants)
@@ -80,6 +92,22 @@ def _run_where_it_lies(
             f"the kernel {name} cannot run at this model's sizes on this GPU ({text}); "
             "`--ops reference` computes with torch alone"
         ) from error
+
+
+def permit_dependent(device: torch.device, is_permitted: bool) -> bool:
+    """Let kernels of a GPU begin before those before them have ended, or not; whether they could so far."""
+    if device.type != "cuda":
+        return False
+    number = torch.cuda.current_device() if device.index is None else device.index
+    was_permitted = number in _dependent
+    (_dependent.add if is_permitted else _dependent.discard)(number)
+    return was_permitted
+
+
+@cache
+def waits_for_previous(kernel: object) -> bool:
+    """Whether a kernel waits for all before it. One of Triton's interpreter has no source, and runs alone."""
+    return WAITS.search(getattr(kernel, "src", "")) is not None
 
 
 @contextlib.contextmanager

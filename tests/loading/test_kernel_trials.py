@@ -27,7 +27,7 @@ from plait.loading.kernel_trials.plan import TrialNeeds, plan_trials
 from plait.loading.kernel_trials.trials import prove_kernels
 from plait.loading.kernel_trials.verdicts import TrialSite, keep_verdicts, list_verdicts, read_verdicts
 from plait.loading.open_model import open_model, weight_formats
-from plait.ops.chip import EXAMPLES
+from plait.ops.chip import EXAMPLES, Chip
 from plait.ops.registry import REGISTRY, OpFacts
 from tests.loading.fake_gpu_kernels import MODULE, OPS
 
@@ -170,13 +170,64 @@ def test_startup_on_a_gpu_tries_the_formats_of_the_model_and_says_what_is_not_pr
     assert set(chip.trials.values()) == {"it hangs on cpu"}
     assert seen[0][0].startswith("trying GPU kernels")
     assert "no run on a GPU is recorded yet" in caplog.text
-    assert [*read_verdicts(tmp_path / "gpu_trials", trials.find_site(CHIP))] == [*chip.trials]
+    assert read_verdicts(tmp_path / "gpu_trials", trials.find_site(CHIP)) == chip.trials
     target.chip = CHIP
     fewer = trials.try_kernels(target, formats, where, report, {"linear": ()})
     assert fewer is not None
-    assert {key.split("/")[0] for key in fewer.trials} - trials.AROUND == {"linear"}
+    assert {key.split("/")[0] for key in fewer.trials} - trials.AROUND == {"chain_launches", "linear"}
     target.chip, target.ops = CHIP, "reference"
     assert trials.try_kernels(target, formats, where, report) is CHIP
+
+
+@pytest.mark.parametrize(("verdict", "is_early"), [("", True), ("it is 2 off the reference", False)])
+def test_kernels_are_tried_as_they_will_be_launched(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    verdict: str,
+    is_early: bool,
+) -> None:
+    """The trial of launches comes first: it decides whether kernels begin while those before them end."""
+    runs, permitted = list[tuple[bool, set[str]]](), list[bool]()
+
+    def run(
+        how: TrialRun, due: list[KernelTrial], on_trial: trials.OnTrial, _: object
+    ) -> tuple[dict[str, str], ...]:
+        runs.append((how.is_early, {t.op for t in due}))
+        on_trial(len(due), len(due))
+        return {t.key: verdict if t.op == "chain_launches" else "" for t in due}, {}
+
+    monkeypatch.setattr(trials, "run_trials", run)
+    monkeypatch.setattr(trials, "permit_dependent", lambda _, is_permitted: permitted.append(is_permitted))
+    load_for_gpu()
+    target = Target(torch.device("cpu"), torch.float32, 64, 32)
+    counts: list[tuple[int, int]] = []
+
+    def start(chip: Chip, *, pdl: bool = True) -> Chip:
+        target.chip, target.pdl = chip, pdl
+        made = trials.try_kernels(
+            target, (), str(tmp_path), lambda _, *at: counts.append(at), {"rms_norm": ()}
+        )
+        assert made is not None
+        return made
+
+    with caplog.at_level(logging.INFO, "plait"):
+        start(CHIP)
+        assert [early for early, _ in runs] == [False, is_early]
+        assert runs[0][1] == {"chain_launches"}
+        assert "rms_norm" in runs[1][1]
+        assert counts == [(1, counts[1][1]), (counts[1][1],) * 2]
+        why = "" if is_early else f"programmatic dependent launch: {verdict}"
+        assert (trials.why_in_turns(start(CHIP)) or "") == why, "kept, and not tried again"
+        assert len(runs) == 2
+        assert permitted == [is_early] * 2
+        assert ("launched early (PDL)" if is_early else f"one after the other: {why}") in caplog.text
+        start(CHIP, pdl=False)
+        assert "one after the other: --no-pdl" in caplog.text
+        start(EXAMPLES[80])
+        assert "one after the other: programmatic dependent launch begins with sm_90" in caplog.text
+    assert permitted[2:] == [False, False]
+    assert runs[2] == (False, set()), "an sm_80 has no such trial"
 
 
 def test_a_kernel_without_a_trial_is_not_bound_where_others_had_theirs() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from plait.errors import KernelFailed
-from plait.ops.launch import LAUNCH_OPTIONS, launch
+from plait.ops.launch import LAUNCH_OPTIONS, launch, permit_dependent
 
 
 class Kernel:
@@ -48,6 +48,38 @@ def test_a_kernel_runs_on_the_device_of_its_memory(monkeypatch: pytest.MonkeyPat
     for tensor in (first, second):
         launch(Kernel(), (1,), 3, tensor)
     assert selected == [torch.device("cuda", 1)]
+
+
+WAITING = "def kernel(x):\n    await_previous()\n    tl.store(x, 1)\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "number", "is_early"),
+    [
+        (WAITING, 1, True),
+        (WAITING, 0, False),
+        (WAITING.replace("    await", "    if x:\n        await"), 1, False),
+        (WAITING.replace("    await", "    # await"), 1, False),
+        (None, 1, False),
+    ],
+    ids=["waits", "another GPU", "in a branch", "a comment", "interpreted"],
+)
+def test_what_waits_for_the_kernels_before_it_may_begin_early(
+    monkeypatch: pytest.MonkeyPatch, source: str | None, number: int, is_early: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: number)
+    gpu, kernel = torch.device("cuda", 1), Kernel()
+    if source is not None:
+        kernel.src = source  # type: ignore[attr-defined]
+    with FakeTensorMode():
+        tensor = torch.empty(2, device=f"cuda:{number}")
+    assert not permit_dependent(gpu, True)
+    try:
+        launch(kernel, (1,), tensor)
+    finally:
+        assert permit_dependent(gpu, False)
+    launch(kernel, (1,), tensor)
+    assert ["launch_pdl" in constants for constants in kernel.seen] == [is_early, False]
 
 
 def test_a_kernel_that_does_not_fit_the_gpu_is_named_in_one_line() -> None:

@@ -49,8 +49,9 @@ def _run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
     for value in tree_flatten((args, kwargs))[0]:
         if isinstance(value, torch.Tensor) and not value.is_cuda:
             raise ValueError(f"{self.fn.__name__} got a tensor of the host, which no GPU can read")
+    known = {name: value for name, value in kwargs.items() if name != "launch_pdl"}  # not to the interpreter
     host, host_kwargs = tree_map(
-        lambda value: host_view(value) if isinstance(value, torch.Tensor) else value, (args, kwargs)
+        lambda value: host_view(value) if isinstance(value, torch.Tensor) else value, (args, known)
     )
 
     def interpret() -> None:

@@ -50,7 +50,7 @@ GROUPS = {
         *("packed_cache", "startup_image"),
     ),
     "Speed and arithmetic": (
-        *("device", "dtype", "ops", "no_fuse", "isa", "max_num_batched_tokens", "max_step_ms"),
+        *("device", "dtype", "ops", "no_fuse", "isa", "pdl", "max_num_batched_tokens", "max_step_ms"),
         *("speculate", "num_draft_tokens", "precise", "deterministic", "prefill"),
     ),
 }

@@ -27,7 +27,7 @@ from plait.version import __version__
 PACKAGE = Path(__file__).resolve().parents[2]
 # Options that change nothing of what is in an image. How much memory there is decides at each startup.
 APART = frozenset({
-    "max_waiting", "memory_limit", "gpu_memory", "prefix_cache", "snapshot_interval", "swap_memory",
+    "max_waiting", "memory_limit", "gpu_memory", "pdl", "prefix_cache", "snapshot_interval", "swap_memory",
     "cache_disk", "cache_disk_limit", "cache_disk_bandwidth",
     "max_step_ms", "cache_dir", "offline", "open_objects", "json_space", "startup_image",
 })  # fmt: skip

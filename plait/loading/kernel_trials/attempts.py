@@ -26,6 +26,7 @@ KEEP_S = 5.0  # between two times that verdicts are kept: an engine may end befo
 WORKERS = 4  # children at a time: most of a trial is compiling
 MAX_ANSWER = 1 << 14  # bytes
 CHILD = "plait.loading.kernel_trials.child"
+EARLY, IN_TURNS = "early", "in-turns"  # how a child launches kernels
 UNTRIED = "it could not be tried"
 OnTrial = Callable[[int, int], None]  # (done, of)
 OnVerdicts = Callable[[Verdicts], None]
@@ -63,13 +64,15 @@ class KernelTrial:
 class TrialRun:
     """How trials run: on which device, in how many children at a time, how many seconds each may take.
 
-    `modules`: imported by the children, too, because they register variants.
+    `modules`: imported by the children, too, because they register variants. `is_early`: kernels begin before
+    those before them have ended, as the engine will launch them.
     """
 
     device: str
     modules: tuple[str, ...] = ()
     trial_s: float = TRIAL_S
     workers: int = WORKERS
+    is_early: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +123,9 @@ class TrialChildren:
 
     def begin(self) -> ChildProcess:
         """A child that may not be ready yet. Raises OSError."""
-        child = ChildProcess(CHILD, self.run.device, *self.run.modules, max_bytes=MAX_ANSWER, inherits=True)
+        run = self.run
+        how = EARLY if run.is_early else IN_TURNS
+        child = ChildProcess(CHILD, run.device, how, *run.modules, max_bytes=MAX_ANSWER, inherits=True)
         with self._lock:
             self._live.add(child)
             if self.is_closed:

@@ -24,8 +24,9 @@ from torch import Tensor
 from plait.engine.device import BUSY, why_unavailable
 from plait.errors import clip_text
 from plait.kernels.load import load_for_gpu
-from plait.loading.kernel_trials.attempts import TrialCase
+from plait.loading.kernel_trials.attempts import EARLY, TrialCase
 from plait.loading.kernel_trials.verdicts import MAX_REASON
+from plait.ops.launch import permit_dependent
 from plait.ops.registry import REGISTRY, Op, Variant
 from plait.text.isolation.child_process import is_foreign
 
@@ -188,8 +189,8 @@ def end_with(pipe: int) -> None:
 
 
 def main() -> None:
-    """Answer trials until standard input ends. Arguments, after the path: the device, then modules."""
-    device, modules = sys.argv[2], sys.argv[3:]
+    """Answer trials until standard input ends. Arguments: the device, how kernels are launched, modules."""
+    device, how, modules = sys.argv[2], sys.argv[3], sys.argv[4:]
     threading.Thread(target=end_with, args=(0,), name="plait-parent", daemon=True).start()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints is no answer
@@ -197,6 +198,8 @@ def main() -> None:
     for module in modules:
         import_module(module)
     obstacle = find_obstacle(device)
+    if how == EARLY and not obstacle:
+        permit_dependent(torch.device(device), True)
     answers.write(json.dumps({"failed": clip_text(obstacle, MAX_REASON)} if obstacle else {}) + "\n")
     answers.flush()
     for line in sys.stdin:

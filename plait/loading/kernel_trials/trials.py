@@ -30,6 +30,7 @@ from plait.loading.kernel_trials.attempts import (
     WORKERS,
     KernelTrial,
     OnTrial,
+    OnVerdicts,
     TrialRun,
     find_start_failure,
     run_trials,
@@ -47,6 +48,8 @@ from plait.loading.kernel_trials.verdicts import (
 )
 from plait.ops.chip import Chip
 from plait.ops.edit_logits import count_tokens, edit_logits
+from plait.ops.launch import permit_dependent
+from plait.ops.launch_chain import FIRST, chain_launches
 from plait.ops.logprobs import log_probabilities
 from plait.ops.sample import largest, sample, sample_at
 from plait.ops.step import locate_tokens, move_rows_on
@@ -91,14 +94,28 @@ def try_kernels(
     if not chip.trials:  # else a model before this one has reported it
         log.warning("%s; each is compared with its reference on this GPU, once", UNPROVEN)
     dtypes = list(dict.fromkeys((target.dtype, torch.float32)))
-    ops = None if used is None else {**dict.fromkeys(AROUND, ()), **used}
+    around = [*AROUND, *([chain_launches.name] if target.pdl else [])]
+    ops = None if used is None else {**dict.fromkeys(around, ()), **used}
     trials = plan_trials(TrialNeeds(chip, dtypes, formats, target.deterministic, ops))
     workers = count_workers(chip)
     if is_exclusive(target.device):
         log.info("%s is in exclusive-process compute mode: kernels are tried one by one", target.device)
         workers = 1
     run = TrialRun(str(target.device), workers=workers)
-    return prove_kernels(chip, run, trials, find_folder(cache_dir), lambda done, of: report(WHAT, done, of))
+    chip = prove_kernels(chip, run, trials, find_folder(cache_dir), lambda done, of: report(WHAT, done, of))
+    why = "--no-pdl" if not target.pdl else why_in_turns(chip)
+    permit_dependent(target.device, why is None)
+    log.info("GPU kernels are launched %s", f"one after the other: {why}" if why else "early (PDL)")
+    return chip
+
+
+def why_in_turns(chip: Chip) -> str | None:
+    """Why no kernel may begin before those before it have ended; None: the trial of that was right."""
+    if chip.capability < FIRST:
+        return f"programmatic dependent launch begins with sm_{FIRST}"
+    mark = f"{chain_launches.name}/"
+    found = next((why for key, why in chip.trials.items() if key.startswith(mark)), "it was not tried")
+    return f"programmatic dependent launch: {found}" if found else None
 
 
 def count_workers(chip: Chip) -> int:
@@ -135,7 +152,7 @@ def prove_kernels(
             if has_waited:
                 known = read_verdicts(folder, site)
                 due = [trial for trial in new if trial.key not in known]
-            lasting, passing = run_trials(run, due, on_trial, partial(keep_verdicts, folder, site))
+            lasting, passing = _run_due(chip, run, due, known, on_trial, partial(keep_verdicts, folder, site))
             keep_verdicts(folder, site, lasting)
         known = {**known, **lasting, **passing}
     elif new and not any(map(shutil.which, COMPILERS)) and (why := find_start_failure(run)):
@@ -148,6 +165,24 @@ def prove_kernels(
     for line in describe_rejected(rejected):
         log.warning("%s", line)
     return replace(chip, trials={**chip.trials, **verdicts})
+
+
+def _run_due(
+    chip: Chip,
+    run: TrialRun,
+    due: Sequence[KernelTrial],
+    known: Mapping[str, str],
+    on_trial: OnTrial,
+    on_verdicts: OnVerdicts,
+) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    """`run_trials`, those of launches first: all other kernels are tried as they will be launched."""
+    first = [trial for trial in due if trial.op == chain_launches.name]
+    rest = [trial for trial in due if trial.op != chain_launches.name]
+    lasting, passing = run_trials(run, first, lambda done, of: on_trial(done, len(due)), on_verdicts)
+    seen = replace(chip, trials={**chip.trials, **known, **lasting, **passing})
+    run, count = replace(run, is_early=why_in_turns(seen) is None), len(first)
+    found = run_trials(run, rest, lambda done, of: on_trial(count + done, len(due)), on_verdicts)
+    return {**lasting, **found[0]}, {**passing, **found[1]}
 
 
 def describe_rejected(rejected: Mapping[str, str]) -> Iterator[str]:

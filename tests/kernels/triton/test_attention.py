@@ -14,7 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
-from plait.kernels.triton.attention import attention
+from plait.kernels.triton.attention import attention, attention_forms
 from plait.kernels.triton.attention.attention import attend_latent, attend_paged, most_slots
 from plait.kernels.triton.attention.layout import KEPT, PagedLayout
 from plait.ops.attention import BLOCK, paged_attention, paged_case, paged_latent_attention
@@ -203,11 +203,11 @@ def test_what_a_tile_takes_is_what_compiled_forms_take() -> None:
     shared: dict[str, int] = {}
     for key, (_, line) in read_rows(report).items():
         shared[key.form] = max(shared.get(key.form, 0), int(line.split(" | ")[4].removesuffix(" KiB")))
-    for form in attention.forms():
+    for form in attention_forms.forms():
         if not form.name.startswith("attend,"):
             continue
         numbers = form.constants
-        dtype, kept = (attention.KINDS[form.types[name]] for name in ("q", "k_cache"))
+        dtype, kept = (attention_forms.KINDS[form.types[name]] for name in ("q", "k_cache"))
         codes = key_codes(numbers["D"]) if numbers["GROUP"] else None
         layout = PagedLayout(1, 1, numbers["D"], numbers["REST"], codes, None, None, dtype)
         bound = layout.shared_nbytes(numbers["BN"], kept) / 1024

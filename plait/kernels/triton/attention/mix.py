@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import KernelForm
 from plait.ops.entry import count_mixed
 from plait.ops.launch import launch
@@ -34,6 +35,7 @@ def count_stages(mixed: int) -> int:
 @triton.jit(do_not_specialize=["rows"])
 def turn_rows(x, out, rows, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr):
     """x: [rows, D], sums of mixed values -> out like it, sums of values. Grid: blocks of ROWS rows."""
+    await_previous()
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     c = tl.arange(0, DP)[None, :]
     there = (r < rows) & (c < D)

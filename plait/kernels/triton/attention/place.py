@@ -20,6 +20,7 @@ from torch import Tensor
 
 from plait.kernels.triton.attention.mix import count_stages, mix_columns
 from plait.kernels.triton.attention.rope import pair_columns, rotate_pairs
+from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import KernelForm, with_float16, with_float32
 from plait.ops.entry import Codes, key_codes, latent_codes, value_codes
 from plait.ops.launch import launch
@@ -208,6 +209,7 @@ def place_head_rows(
 
     ready: [T, KVH, D], where keys that become codes wait: pairs as they are rotated are not columns in order.
     """
+    await_previous()
     token, p = tl.program_id(0).to(tl.int64), tl.program_id(1)
     k_blocks: tl.constexpr = (KVH + HB - 1) // HB
     position, slot = tl.load(positions + token), tl.load(slot_mapping + token).to(tl.int64)
@@ -308,6 +310,7 @@ def place_latent_rows(
     INTERLEAVED: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, REST_AT: tl.constexpr,
 ):  # fmt: skip
     """See `ops.place.place_latent`. Grid: (T, 1 + blocks of HB heads); the first stores the latent."""
+    await_previous()
     token, p = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(positions + token)
     c, j = tl.arange(0, RP)[None, :], tl.arange(0, PAIRSP)[None, :]

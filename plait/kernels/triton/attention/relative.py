@@ -24,7 +24,6 @@ from torch import Tensor
 
 from plait.kernels.triton.attention.attention import (
     LOG2E,
-    POINTERS,
     _find_sequence,
     _join_softmaxes,
     count_programs,
@@ -32,8 +31,10 @@ from plait.kernels.triton.attention.attention import (
     list_work,
     most_slots,
 )
+from plait.kernels.triton.attention.attention_forms import POINTERS
 from plait.kernels.triton.attention.layout import ROWS, SPLIT, PagedLayout, why_too_large
 from plait.kernels.triton.attention.place import place_all_heads
+from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import KernelForm, as_float32, with_float16
 from plait.kernels.triton.shared_memory import LEAST_SHARED, shared_limit
 from plait.ops.entry import CODED
@@ -52,6 +53,7 @@ def profile_biases(
     EXTENT: tl.constexpr, BH: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
     """mixed: [T, H, M], profiles: [EXTENT, M] -> biases [T, H, EXTENT] float32. total: T H."""
+    await_previous()
     r = tl.program_id(0).to(tl.int64) * BH + tl.arange(0, BH)
     e, m = tl.program_id(1) * BE + tl.arange(0, BE), tl.arange(0, MP)
     there, near, wide = r < total, e < EXTENT, m < M
@@ -75,6 +77,7 @@ def attend_relative(
 
     The rest as in `attention.attend`.
     """
+    await_previous()
     total = tl.load(items + S) * KVH
     for i in range(tl.program_id(0), total, tl.num_programs(0)):
         which = i + tl.zeros([], tl.int32)  # the interpreter counts in Python's numbers

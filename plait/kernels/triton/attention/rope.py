@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import KernelForm, with_float16, with_float32
 from plait.ops.launch import launch
 from plait.ops.rope import rotate
@@ -71,6 +72,7 @@ def rotate_heads(
     HB: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """x: [T, H, D] -> out: [T, H, D], with 2 PAIRS columns rotated. Grid: (T, blocks of HB heads)."""
+    await_previous()
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HB + tl.arange(0, HB))[:, None]
     j = tl.arange(0, PAIRSP)[None, :]

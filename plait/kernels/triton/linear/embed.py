@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import FLOAT16, FLOAT32, KernelForm
 from plait.kernels.triton.linear.decode_planes import decode_field, load_level, load_unit
 from plait.kernels.triton.linear.many_rows import combine_number
@@ -44,6 +45,7 @@ def embed_planes(
     IS_SCALED: tl.constexpr,
 ):  # fmt: skip
     """ids: [T] int64 -> out [T, n_in], rows of planes times `factor`."""
+    await_previous()
     UNIT: tl.constexpr = 256 // (HIGH if HIGH else BITS)
     PARTS: tl.constexpr = BITS // HIGH if HIGH else 1
     token, lane = tl.program_id(0).to(tl.int64), tl.arange(0, 16)

@@ -13,7 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from plait.kernels.triton.linear.multiply_planes import add_units, multiply_planes
+from plait.kernels.triton.dependent_launch import await_previous, is_dependent, prefetch_rows
+from plait.kernels.triton.linear.multiply_planes import add_units, multiply_planes, prefetch_planes
 from plait.kernels.triton.maths import apply_gated
 
 MOST = 16  # rows of x
@@ -22,7 +23,7 @@ UNITS = 4  # warps, and units of columns of a step
 DENSE_UNIT = 64  # plain columns of a warp and step
 PROGRAMS = 528  # four for each processor of a large device: fewer tiles share their inputs out
 SHARES = 8  # at most
-
+EARLY: tl.constexpr = tl.constexpr(2)  # steps of planes that are in the L2 cache when the kernel may begin
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "sigmoid", "swiglu_oai")
 
@@ -118,6 +119,11 @@ def few_planes(
         x, out, m, tile, share = _start_block(x, out, m, x_row, out_row, BM)
     rows, there = _rows_of(tile, n, ACT, BN)
     tokens_there = tokens < m
+    if is_dependent() and (HIGH != 1 or BM == 8):  # else registers are spilled
+        prefetch_planes(
+            codes, high, rows, steps * share // SHARES, units, codes_unit, high_unit, BITS, HIGH, UNITS, EARLY
+        )
+    await_previous()
     total = multiply_planes(
         x + tokens * x_row, tokens_there, codes, high, scales, levels, table, rows,
         steps * share // SHARES, steps * (share + 1) // SHARES, units, n_in,
@@ -143,6 +149,10 @@ def few_dense(
         x, out, m, tile, share = _start_block(x, out, m, x_row, out_row, BM)
     rows, there = _rows_of(tile, n, ACT, BN)
     tokens_there = tokens < m
+    if is_dependent():
+        first = steps * share // SHARES * (UNITS * UNIT)
+        prefetch_rows(weight, rows, first, n_in, weight_row, UNITS * UNIT)
+    await_previous()
     column = tl.arange(0, UNITS)[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
     weight_at = weight + rows.to(tl.int64)[None, :, None] * weight_row + column[:, None, :]
     x_at = x + (tokens * x_row)[None, None, :] + column[:, :, None]

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import widen
 from plait.kernels.triton.linear.decode_planes import decode_field
 from plait.kernels.triton.linear.many_rows import combine_number
@@ -109,6 +110,7 @@ def float32_planes(
 
     Grid: blocks of rows of x, tiles of outputs, heads.
     """
+    await_previous()
     tokens, rows = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(1) * BN + tl.arange(0, BN)
     head, tokens_there, there = tl.program_id(2), tokens < m, rows < n
     total = multiply_numbers(
@@ -133,6 +135,7 @@ def float32_transposed(
 
     Grid: blocks of rows of x, 16 columns each, heads.
     """
+    await_previous()
     FIELDS: tl.constexpr = 16 // (HIGH if HIGH else BITS)
     tokens, head = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(2)
     unit, field = tl.program_id(1) // FIELDS, tl.program_id(1) % FIELDS

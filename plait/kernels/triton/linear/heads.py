@@ -21,12 +21,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from plait.kernels.triton.dependent_launch import await_previous, is_dependent
 from plait.kernels.triton.forms import FLOAT16, FLOAT32, KernelForm, split_options, widen
 from plait.kernels.triton.linear.decode_planes import decode_field, load_level, load_unit
+from plait.kernels.triton.linear.few_rows import EARLY
 from plait.kernels.triton.linear.float32_planes import is_float32, multiply_in_float32, transpose_in_float32
 from plait.kernels.triton.linear.linear import PlanesTiling, why_several, write_scratch
 from plait.kernels.triton.linear.many_rows import combine_number
-from plait.kernels.triton.linear.multiply_planes import add_units, multiply_planes
+from plait.kernels.triton.linear.multiply_planes import add_units, multiply_planes, prefetch_planes
 from plait.kernels.triton.linear.plane_arguments import (
     decode_constants,
     plane_constants,
@@ -63,6 +65,7 @@ def heads_dense(
     UNIT: tl.constexpr, UNITS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """x: [m, H, n_in], weight: [H, n, n_in] -> out [m, H, n]. Grid: tiles of outputs, heads, rows of x."""
+    await_previous()
     rows, head = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1).to(tl.int64)
     tokens = tl.program_id(2) * BM + tl.arange(0, BM)
     there, tokens_there = rows < n, tokens < m
@@ -95,10 +98,14 @@ def heads_planes(
     rows, head = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1)
     tokens = tl.program_id(2) * BM + tl.arange(0, BM)
     there, tokens_there = rows < n, tokens < m
+    line = head * n + tl.where(there, rows, 0)
+    if is_dependent():
+        prefetch_planes(codes, high, line, 0, units, codes_unit, high_unit, BITS, HIGH, UNITS, EARLY)
+    await_previous()
     x_at = x + tokens.to(tl.int64) * x_row + head.to(tl.int64) * x_head
     total = multiply_planes(
-        x_at, tokens_there, codes, high, scales, levels, table, head * n + tl.where(there, rows, 0), 0, steps,
-        units, n_in, codes_unit, high_unit, scales_row, levels_row, BITS, HIGH, VALUE, ZERO, SCALES, GROUP,
+        x_at, tokens_there, codes, high, scales, levels, table, line, 0, steps, units, n_in,
+        codes_unit, high_unit, scales_row, levels_row, BITS, HIGH, VALUE, ZERO, SCALES, GROUP,
         BLOCK, TALL, APPLY, BASE, CODE, EVEN, UNITS, BN, BM,
     )  # fmt: skip
     place = out + tokens.to(tl.int64)[None, :] * out_row + head.to(tl.int64) * out_head + rows[:, None]
@@ -116,6 +123,7 @@ def heads_transposed(
 
     Numbers are rounded to the dtype of x, as `HeadRows.numbers` does.
     """
+    await_previous()
     UNIT_: tl.constexpr = 256 // (HIGH if HIGH else BITS)
     PARTS: tl.constexpr = BITS // HIGH if HIGH else 1
     unit, head, lane = tl.program_id(0), tl.program_id(1), tl.arange(0, 16)

@@ -40,7 +40,7 @@ from plait.quant.planes import PlaneLayout, Planes
 from plait.quant.weight import Dense, Weight
 
 NAME = "triton"
-FEW_REGISTERS = 168  # of a thread, for up to 8 rows of four or six bits: three blocks on a processor
+FEW_REGISTERS = 168  # of a thread, for four bits, and up to 8 rows of six: three blocks on a processor
 BYTE_REGISTERS = 128  # for 9 to 16 rows of bytes: four blocks
 MANY_REGISTERS = {"zeros": 144, "levels": 255}  # for four-bit codes times many rows of x in float16
 HIGH_REGISTERS = 240  # for units of 256 columns: two blocks; given all 255, ptxas spills a few
@@ -90,23 +90,30 @@ class PlanesTiling:
         memory = plane_memory(self.layout, few_rows.UNITS, outputs, 8 if is_small else 16)
         return memory.fit_stages(wanted, limit)
 
-    def few_registers(self, rows: int, outputs: int) -> dict[str, Any]:
+    def few_registers(self, rows: int, outputs: int, dtype: torch.dtype) -> dict[str, Any]:
         """How many a thread may have: left to itself, ptxas spills to have one block more on a processor."""
         layout, is_few = self.layout, rows <= 8
-        if layout.high == 1 and (layout.bits == 4 or not is_few):
+        is_half = layout.high == 2 and not is_few and dtype == torch.float16
+        if is_half or (layout.high == 1 and layout.bits == 4):
             return {"maxnreg": HIGH_REGISTERS}
-        if is_few and (layout.high == 2 or (layout.bits == 4 and layout.value == "integer")):
+        is_nibble = layout.bits == 4 and layout.value == "integer" and (is_few or layout.scales == "plain")
+        if is_nibble or (is_few and layout.high == 2):
             return {"maxnreg": FEW_REGISTERS}
         is_byte = not is_few and layout.value == "byte" and outputs == few_rows.BN
         return {"maxnreg": BYTE_REGISTERS} if is_byte else {}
 
     def few_constants(
-        self, rows: int, act: str, limit: int = LEAST_SHARED, outputs: int | None = None
+        self,
+        rows: int,
+        act: str,
+        limit: int = LEAST_SHARED,
+        outputs: int | None = None,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> dict[str, Any]:
-        """The constants of up to 8 or 16 rows of x, on a GPU of which a block may have `limit` bytes of
-        shared memory. outputs: of a program, if not `few_outputs`."""
+        """The constants of up to 8 or 16 rows of x of a dtype, on a GPU of which a block may have `limit`
+        bytes of shared memory. outputs: of a program, if not `few_outputs`."""
         outputs = self.few_outputs(rows) if outputs is None else outputs
-        return self.few_registers(rows, outputs) | {
+        return self.few_registers(rows, outputs, dtype) | {
             "EVEN": self.is_even(few_rows.UNITS), "ACT": act, "UNITS": few_rows.UNITS,
             "BN": outputs,
             "SHARES": few_rows.shares_of(self.n_out, self.few_steps, self.few_outputs(1)),
@@ -270,7 +277,7 @@ def multiply_few(
     if isinstance(packed, PackedPlanes) and packed.planes.order is not None:
         x = x.index_select(1, packed.planes.order)
     if isinstance(packed, PackedPlanes):
-        constants = packed.tiling.few_constants(m, act, shared_limit(x.device))
+        constants = packed.tiling.few_constants(m, act, shared_limit(x.device), dtype=x.dtype)
         steps = packed.tiling.few_steps
     else:
         constants = dense_constants(n_out, n_in, m, act, x.dtype, shared_limit(x.device))

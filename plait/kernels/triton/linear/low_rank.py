@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
+from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import KernelForm, with_float16, with_float32
 from plait.kernels.triton.linear.multiply_planes import add_units
 from plait.kernels.triton.linear.plane_forms import WIDE_LOADS
@@ -80,6 +81,7 @@ def shrink_rows(
 
     Grid: blocks of rows, parts, blocks of ranks.
     """
+    await_previous()
     rows, own = load_slots(slots, tokens, order, m, ROWS, BM, PICKED, E, K, ORDERED)
     part, rank = tl.program_id(1).to(tl.int64), tl.program_id(2) * BN + tl.arange(0, BN)
     column = tl.arange(0, UNITS)[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
@@ -112,6 +114,7 @@ def expand_rows(
 
     Grid: blocks of rows, parts, tiles of a part's outputs.
     """
+    await_previous()
     rows, own = load_slots(slots, tokens, order, m, ROWS, BM, PICKED, E, K, ORDERED)
     part, rank = tl.program_id(1).to(tl.int64), tl.arange(0, BR)
     first, end = tl.load(starts + part), tl.load(starts + part + 1)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.linear.decode_planes import (
     decode_field,
     decode_unit,
@@ -105,6 +106,7 @@ def many_planes(
     UNITS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """x: [m, n_in] times planes -> out: [m, n]. Grid: tiles of rows of x, of outputs, shares."""
+    await_previous()
     block, tile, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     tokens, rows = block * BM + tl.arange(0, BM), tile * BN + tl.arange(0, BN)
     tokens_there, there = tokens < m, rows < n
@@ -151,6 +153,7 @@ def write_numbers(
     GROUP: tl.constexpr, BLOCK: tl.constexpr, TALL: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """A unit of BN rows of planes -> numbers, out [n, n_in], with the bits of `Weight.dequantize`."""
+    await_previous()
     UNIT: tl.constexpr = 256 // (HIGH if HIGH else BITS)
     PARTS: tl.constexpr = BITS // HIGH if HIGH else 1
     rows, lane, unit = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, 16), tl.program_id(1)

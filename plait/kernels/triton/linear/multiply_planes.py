@@ -19,6 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from plait.kernels.triton.dependent_launch import prefetch
 from plait.kernels.triton.linear.decode_planes import (
     decode_field,
     decode_scaled,
@@ -92,6 +93,24 @@ def _decode_inside(
 def _field_inside(words, level, AT: tl.constexpr, DTYPE: tl.constexpr):
     number = decode_field(words, words[0], words[0], AT, tl.float32, 4, 0, "e2m1", 0)
     return (number * (number_of_level(level) * 0.0078125)).to(DTYPE)
+
+
+@triton.jit
+def prefetch_planes(
+    codes, high, rows, step, units, codes_unit, high_unit,
+    BITS: tl.constexpr, HIGH: tl.constexpr, UNITS: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """Ask for the codes of COUNT steps from `step` on, with the arguments of `multiply_planes`.
+
+    A row of a unit is one sector of a plane.
+    """
+    PARTS: tl.constexpr = BITS // HIGH if HIGH else 1
+    unit = tl.minimum(step * UNITS + tl.arange(0, COUNT * UNITS), units - 1).to(tl.int64)[:, None]
+    row = rows.to(tl.int64)[None, :] * 16
+    for part in tl.static_range(PARTS):
+        prefetch(codes + (unit * PARTS + part) * codes_unit + row)
+    if HIGH:
+        prefetch(high + unit * high_unit + row)
 
 
 @triton.jit

@@ -205,7 +205,7 @@ def _few_form(
     limit: float,
     dtype: torch.dtype = torch.bfloat16,
 ) -> KernelForm:
-    constants, options = split_options(tiling.few_constants(rows, act))
+    constants, options = split_options(tiling.few_constants(rows, act, dtype=dtype))
     shared = plane_constants(tiling.layout, dtype, has_assembly=True) | {"BIAS": True}
     return KernelForm(
         name, few_rows.few_planes, types, shared | constants, **options, demands=WIDE_LOADS,

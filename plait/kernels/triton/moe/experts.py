@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import KernelForm, split_options, widen, with_float16, with_float32
 from plait.kernels.triton.maths import apply_activation, apply_gated, sigmoid
 from plait.ops.activation import PAIRS
@@ -45,6 +46,7 @@ def expert_up(
     activation, or "" for none.
     PICKED: up has the weights of each slot instead, [T * K, n_out, n_in].
     """
+    await_previous()
     slot = tl.program_id(0)
     e = tl.load(index + slot).to(tl.int64)
     rows, c = tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BK)
@@ -122,6 +124,7 @@ def expert_down(
     Grid: (T, hidden / BN). shared, gate: see `load_start`. PICKED: as in `expert_up`. J experts are loaded
     together: one after the other, their loads would wait for each other.
     """
+    await_previous()
     token = tl.program_id(0).to(tl.int64)
     rows, c = tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BK)
     ok = rows < hidden

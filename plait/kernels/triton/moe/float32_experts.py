@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import KernelForm
 from plait.kernels.triton.linear.float32_planes import BM, BN, OPTIONS, multiply_numbers
 from plait.kernels.triton.linear.plane_arguments import decode_constants
@@ -38,6 +39,7 @@ def float32_pairs(
 
     A pair's row of x is pair // K; bias: [E, n].
     """
+    await_previous()
     e, pair, there = find_pairs(index, starts, order, tl.program_id(0), E, EP, SLOTS, BM)
     if e < E:
         rows, e64 = tl.program_id(1) * BN + tl.arange(0, BN), e.to(tl.int64)

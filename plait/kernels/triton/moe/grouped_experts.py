@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import KernelForm, as_float32, split_options, with_float16
 from plait.kernels.triton.maths import apply_activation, apply_gated
 from plait.kernels.triton.moe.experts import (
@@ -49,6 +50,7 @@ def sort_pairs(index, starts, order, pairs, BLOCK: tl.constexpr):
 
     Grid: (experts,). A program walks all pairs twice: to count those of lower experts, then to place its own.
     """
+    await_previous()
     e, i = tl.program_id(0), tl.arange(0, BLOCK)
     before = tl.zeros([BLOCK], tl.int32)
     for at in range(0, pairs, BLOCK):
@@ -89,6 +91,7 @@ def multiply_groups(
     weights: [E, n_out, n_in], gate's rows first if GATED; a pair's row of x is pair // K. KIND: activation,
     or "" for none.
     """
+    await_previous()
     e, begin, stop = find_tile(starts, tl.program_id(0), E, EP, BM)
     if e < E:
         at_pair = begin + tl.arange(0, BM)
@@ -126,6 +129,7 @@ def add_experts(
     K: tl.constexpr, KP: tl.constexpr, SHARED: tl.constexpr, CLOSED: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """y: [T * K, hidden], weight: [T, K] -> out [T, hidden], by the experts' numbers. Grid: (T, blocks)."""
+    await_previous()
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BN + tl.arange(0, BN)
     ok = cols < hidden

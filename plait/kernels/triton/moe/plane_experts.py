@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import FLOAT16, FLOAT32, KernelForm, as_half, split_options
 from plait.kernels.triton.linear.multiply_planes import multiply_planes
 from plait.kernels.triton.linear.plane_arguments import plane_constants
@@ -69,6 +70,7 @@ def multiply_pairs(
     A pair's row of x is pair // K. KIND: activation, or "" for none. If GATED, a weight's first `size` rows
     are gate, the others up, and a program has BN / 2 rows of each, else it has BN rows.
     """
+    await_previous()
     e, pair, there = find_pairs(index, starts, order, tl.program_id(0), E, EP, SLOTS, BM)
     if e < E:
         OUT: tl.constexpr = BN // 2 if GATED else BN
@@ -97,6 +99,7 @@ def multiply_pairs(
 @triton.jit
 def order_columns(x, order, index, out, n_in, x_row, K: tl.constexpr, BLOCK: tl.constexpr):
     """out [pairs, n_in]: rows of x in the order of the columns of each pair's expert, order [E, n_in]."""
+    await_previous()
     pair, c = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     e, ok = tl.load(index + pair).to(tl.int64), c < n_in
     place = tl.load(order + e * n_in + c, mask=ok, other=0)

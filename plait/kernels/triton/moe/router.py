@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import KernelForm, with_float16, with_float32
 from plait.kernels.triton.maths import softplus
 from plait.ops.launch import launch
@@ -62,6 +63,7 @@ def choose_experts(
 
     size: experts of a group. `eps` is added to the sum of weights; `scale` multiplies them.
     """
+    await_previous()
     low: tl.constexpr = -1.0e38  # below every score; what is taken or is not there is below it
     token = tl.program_id(0).to(tl.int64)
     g, j = tl.arange(0, GP)[:, None], tl.arange(0, SP)[None, :]

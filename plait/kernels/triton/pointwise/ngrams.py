@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import KernelForm, with_float16, with_float32
 from plait.kernels.triton.maths import sigmoid
 from plait.ops.launch import launch
@@ -41,6 +42,7 @@ def hash_tokens(
 
     Grid: (S, Z), with BT ≥ PAST or Z = 1. A factor times an id, and so every number, is below 2^63.
     """
+    await_previous()
     s, part = tl.program_id(0), tl.program_id(1)
     first = tl.load(query_start + s).to(tl.int64)
     count = tl.load(query_start + s + 1).to(tl.int64) - first
@@ -123,6 +125,7 @@ def gate_streams(
     K: tl.constexpr, N: tl.constexpr, BN: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     """query, key: [T, K, N], value: [T, N] -> out [T, K, N]; root: √N. Grid: (T K)."""
+    await_previous()
     item = tl.program_id(0).to(tl.int64)
     row, stream, c = item // K, item % K, tl.arange(0, BN)
     total = tl.zeros([BN], tl.float32)

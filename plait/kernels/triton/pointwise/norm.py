@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import KernelForm, with_float16, with_float32
 from plait.kernels.triton.maths import sigmoid
 from plait.kernels.triton.row_views import view_rows
@@ -43,6 +44,7 @@ def norm_rows(
 
     other: with ADD what is added to x first, and `total` gets the sum; with GATED the gate.
     """
+    await_previous()
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     c = tl.arange(0, BLOCK)
     there = c < N
@@ -154,6 +156,7 @@ def limit_rows(
     N: tl.constexpr, BLOCK: tl.constexpr, H: tl.constexpr, WEIGHT: tl.constexpr,
 ):  # fmt: skip
     """x: [T, H, N], weight: [H, N] -> out [T, H, N], no vector longer than `limit`. Grid: (T, H)."""
+    await_previous()
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     c = tl.arange(0, BLOCK)
     there = c < N

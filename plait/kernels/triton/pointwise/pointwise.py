@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import KernelForm, with_float16, with_float32
 from plait.kernels.triton.maths import apply_activation, apply_gated, sigmoid, softplus, tanh
 from plait.kernels.triton.row_views import view_rows
@@ -52,6 +53,7 @@ def activate_numbers(
     KIND: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """x: rows of N numbers, or of [gate, up] side by side -> out: rows of N. Grid: (rows, pieces)."""
+    await_previous()
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = c < N
@@ -70,6 +72,7 @@ def combine_numbers(
     N: tl.constexpr, BLOCK: tl.constexpr, PER_OUTER: tl.constexpr, KIND: tl.constexpr, HAS_Y: tl.constexpr,
 ):  # fmt: skip
     """out = KIND(x, y, first, second), number by number. Grid: (rows, pieces)."""
+    await_previous()
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = c < N
@@ -108,6 +111,7 @@ def take_numbers(
     x, index, out, x_outer, scale, N: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr
 ):  # fmt: skip
     """out[r] = x[index[r]], times a scale as the dtype of the result has it. Grid: (rows, pieces)."""
+    await_previous()
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = c < N
@@ -125,6 +129,7 @@ def join_numbers(
     N: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, PER_OUTER: tl.constexpr,
 ):  # fmt: skip
     """out = rows of N numbers of a, and behind them M of b. Grid: (rows, pieces)."""
+    await_previous()
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     h = tl.load(a + _row_start(row, a_outer, a_inner, PER_OUTER) + c, mask=c < N, other=0.0)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import KernelForm
 from plait.ops.edit_logits import count_tokens, edit_logits
 from plait.ops.launch import launch
@@ -31,6 +32,7 @@ def edit_tiles(
     vocab, TILE: tl.constexpr,
 ):  # fmt: skip
     """See `plait.ops.edit_logits`; `*_row` are strides. Grid: (L, tiles)."""
+    await_previous()
     row = tl.program_id(0)
     token = tl.program_id(1) * TILE + tl.arange(0, TILE)
     there, far = token < vocab, row.to(tl.int64)
@@ -58,6 +60,7 @@ def edit_tiles(
 @triton.jit(do_not_specialize=["rows"])
 def count_rows(ids, position, lines, counts, counts_row, rows, ROWS: tl.constexpr):
     """Adds a drawn token to each row's counts, and 1 to its position. Grid: (programs,)."""
+    await_previous()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = row < rows
     tl.store(position + row, tl.load(position + row, mask=there, other=0) + 1, mask=there)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import KernelForm
 from plait.ops.launch import launch
 from plait.ops.logprobs import log_probabilities
@@ -25,6 +26,7 @@ TILE = 4096
 @triton.jit
 def score_rows(logits, rows, out, logits_row, out_row, vocab, TILE: tl.constexpr):
     """logits: [L, vocab], rows: [n] -> out [n, vocab] float32. Grid: (n,)."""
+    await_previous()
     row, lane = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
     line = logits + tl.load(rows + row) * logits_row
     largest, total = tl.full([TILE], -float("inf"), tl.float32), tl.zeros([TILE], tl.float32)

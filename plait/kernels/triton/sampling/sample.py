@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import KernelForm
 from plait.ops.launch import launch
 from plait.ops.registry import OpFacts
@@ -130,6 +131,7 @@ def _weigh(value, top, rate):
 @triton.jit
 def find_tops(logits, tops, row_stride, vocab, PART: tl.constexpr):
     """logits: [L, vocab] -> tops [L, parts] int64, packed. Grid: (L, parts)."""
+    await_previous()
     row, part = tl.program_id(0), tl.program_id(1)
     token = part * PART + tl.arange(0, PART)
     value = tl.load(logits + row.to(tl.int64) * row_stride + token, mask=token < vocab, other=0.0)
@@ -140,6 +142,7 @@ def find_tops(logits, tops, row_stride, vocab, PART: tl.constexpr):
 @triton.jit
 def take_tops(logits, tops, ids, values, row_stride, parts, PARTS: tl.constexpr):
     """-> ids [L] int64, values [L]. Grid: (L,)."""
+    await_previous()
     row = tl.program_id(0)
     top = _top_of(tops, row, parts, PARTS)
     tl.store(ids + row, top.to(tl.int64))
@@ -152,6 +155,7 @@ def weigh_parts(
     PARTS: tl.constexpr, PART: tl.constexpr, TILE: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """-> masses [L, parts] int64, counts [L, parts, LEVELS] int32. Grid: (L, parts)."""
+    await_previous()
     row, part = tl.program_id(0), tl.program_id(1)
     line = logits + row.to(tl.int64) * row_stride
     top, heat = tl.load(line + _top_of(tops, row, parts, PARTS)).to(tl.float32), tl.load(temperature + row)
@@ -198,6 +202,7 @@ def list_candidates(
 
     A row with more candidates than `capacity` has no list. Grid: (L, parts).
     """
+    await_previous()
     row, part = tl.program_id(0), tl.program_id(1)
     line = logits + row.to(tl.int64) * row_stride
     top, heat = tl.load(line + _top_of(tops, row, parts, PARTS)).to(tl.float32), tl.load(temperature + row)
@@ -326,6 +331,7 @@ def draw_tokens(
     PARTS: tl.constexpr, TILE: tl.constexpr, WAYS: tl.constexpr,
 ):  # fmt: skip
     """-> chosen [L] int64, values [L], the largest logits. Grid: (L,)."""
+    await_previous()
     row = tl.program_id(0)
     line = logits + row.to(tl.int64) * row_stride
     token = _top_of(tops, row, parts, PARTS)

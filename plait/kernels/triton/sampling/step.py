@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import KernelForm
 from plait.ops.launch import launch
 from plait.ops.step import locate_tokens, move_rows_on
@@ -22,6 +23,7 @@ BLOCK = 128  # rows of a program
 @triton.jit
 def _locate(positions, table, out, rows, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Flat addresses of the rows' next entries."""
+    await_previous()
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = row < rows
     position = tl.load(positions + row, mask, other=0)
@@ -34,6 +36,7 @@ def _move_on(
     ids, values, active, token_ids, positions, seq_lens, answers, rows, stride, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Tokens, positions and lengths of active rows, and every row's answer."""
+    await_previous()
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = row < rows
     token, step = tl.load(ids + row, mask, other=0), tl.load(active + row, mask, other=0)

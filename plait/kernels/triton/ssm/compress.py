@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import KernelForm, with_float16, with_float32
 from plait.ops.compressed import compress_tokens
 from plait.ops.launch import launch
@@ -59,6 +60,7 @@ def compress_windows(
     firsts: [T], the first position of each token's window. Grid: (D / BC, S). With one part the second and
     the one before stay empty.
     """
+    await_previous()
     block, s = tl.program_id(0), tl.program_id(1)
     c = block * BC + tl.arange(0, BC)
     ok = c < D

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import KernelForm, widen, with_float16, with_float32
 from plait.kernels.triton.maths import silu
 from plait.ops.conv import causal_conv
@@ -43,6 +44,7 @@ def convolve(
     """x: [T, C] with rows of x_row, weight: [C, K] in strides W_CHANNEL and W_TAP, bias: [C],
     tail: [slots, K-1, C] -> y [T, C]. Grid: (C / BC, S, Z), with BT ≥ K-1 or Z = 1.
     """
+    await_previous()
     block, s, first = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     c = block * BC + tl.arange(0, BC)
     ok = c < C  # with a condition of a row: c < C or c < 0, because the interpreter joins no mask and scalar

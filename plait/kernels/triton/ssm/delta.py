@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import KernelForm, with_float16, with_float32
 from plait.kernels.triton.maths import sigmoid, softplus
 from plait.ops.delta import EPS, delta_scan_from_gates, gated_delta_scan
@@ -53,6 +54,7 @@ def walk_delta_rule(
     scale: of beta. GATES: step and beta are what softplus and sigmoid are taken of. Sequences with more rows
     than `most` are left as they are.
     """
+    await_previous()
     block, head, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i, j = tl.arange(0, KP), block * BV + tl.arange(0, BV)
     oki, okj = i < K, j < V

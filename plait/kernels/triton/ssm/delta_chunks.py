@@ -40,6 +40,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import KernelForm, with_float16
 from plait.kernels.triton.maths import sigmoid, softplus
 from plait.kernels.triton.ssm.delta import (
@@ -97,6 +98,7 @@ def prepare_chunks(
     (q exp(a)), inner (T (k exp(a))), outer (k exp(a_last - a)): [L, KP], within, solve (T): [L, L], and
     last (a_last, to base 2): [KP], or one number. Grid: (entries, H).
     """
+    await_previous()
     entry, head = tl.program_id(0), tl.program_id(1)
     s = _find_sequence(query_start, entry, decodes, seqs, L, STEPS)
     first, count, begin, own = _place_chunks(query_start, positions, s, decodes, L, PLACED)
@@ -181,6 +183,7 @@ def carry_chunks(
     WALKED: tl.constexpr, CHANNELS: tl.constexpr, PLACED: tl.constexpr,
 ):  # fmt: skip
     """What `prepare_chunks` made, and v, state as of `walk_delta_rule` -> y. Grid: (V / BV, H, S)."""
+    await_previous()
     block, head, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, count, begin, entry = _place_chunks(query_start, positions, s, decodes, L, PLACED)
     if count > WALKED:

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import KernelForm, with_float16, with_float32
 from plait.kernels.triton.maths import silu, softplus
 from plait.ops.launch import launch
@@ -43,6 +44,7 @@ def scan_channels(
     NORM_C: tl.constexpr,
 ):  # fmt: skip
     """x, dt, gate: [T, I], A: [I, N], B, C: [T, N], state: [slots, I, N] -> y [T, I]. Grid: (I / BI, S)."""
+    await_previous()
     block, s = tl.program_id(0), tl.program_id(1)
     i, n = block * BI + tl.arange(0, BI), tl.arange(0, NP)
     oki, okn = i < INNER, n < N

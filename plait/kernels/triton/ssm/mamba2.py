@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import KernelForm, widen, with_float16, with_float32
 from plait.kernels.triton.maths import softplus
 from plait.ops.launch import launch
@@ -41,6 +42,7 @@ def scan_heads(
     """x: [T, H, P], dt: [T, H], A, D, dt_bias: [H], B, C: [T, H / RATIO, N], state: [slots, H, P, N]
     -> y [T, H, P]. Grid: (P / BP, H, S). Sequences with more rows than `most` are left as they are.
     """
+    await_previous()
     block, head, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     p, n = block * BP + tl.arange(0, BP), tl.arange(0, NP)
     first, end = tl.load(query_start + s).to(tl.int64), tl.load(query_start + s + 1).to(tl.int64)

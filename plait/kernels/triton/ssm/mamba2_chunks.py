@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import KernelForm, with_float16
 from plait.kernels.triton.maths import softplus
 from plait.kernels.triton.ssm.mamba2 import POINTERS, SHAPES, ScanLaunch, head_constants, prepare_scan
@@ -49,6 +50,7 @@ def scan_chunks(
     PLACED: tl.constexpr,
 ):  # fmt: skip
     """Arguments as of `scan_heads`, and positions: [T], if PLACED. Grid: (P / BP, H, S)."""
+    await_previous()
     block, head, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first = tl.load(query_start + s).to(tl.int64)
     count = (tl.load(query_start + s + 1).to(tl.int64) - first).to(tl.int32)

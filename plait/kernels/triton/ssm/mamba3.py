@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import KernelForm, with_float16, with_float32
 from plait.kernels.triton.maths import sigmoid, silu, softplus, turn_by
 from plait.ops.launch import launch
@@ -46,6 +47,7 @@ def scan_heads(
     RATIO: tl.constexpr, ROTATED: tl.constexpr, FUSED: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """x: [T, H, P], B, C: [T, H / RATIO, N], theta: [T, H, N / 2] -> y [T, H, P]. Grid: (H, S)."""
+    await_previous()
     head, s = tl.program_id(0), tl.program_id(1)
     n = tl.arange(0, NP)
     okn = n < N
@@ -112,6 +114,7 @@ def norm_heads(
 
     Tokens are the first dimension, the only one that may have more than 65,535 programs.
     """
+    await_previous()
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     n = tl.arange(0, NP)
     ok = n < N

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import KernelForm, with_float16, with_float32
 from plait.kernels.triton.maths import softplus
 from plait.ops.launch import launch
@@ -33,6 +34,7 @@ def walk_gates(
 ):  # fmt: skip
     """q, k: [T, H, K], enter, forget: [T, H], norms: [slots, H, K], largest: [slots, H] -> gates [T, H, 3]:
     f, i and the divisor. Grid: (H, S)."""
+    await_previous()
     head, s, i = tl.program_id(0), tl.program_id(1), tl.arange(0, KP)
     ok = i < K
     first, end = tl.load(query_start + s).to(tl.int64), tl.load(query_start + s + 1).to(tl.int64)
@@ -67,6 +69,7 @@ def walk_memory(
 
     Grid: (V / BV, H, S).
     """
+    await_previous()
     block, head, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i, j = tl.arange(0, KP), block * BV + tl.arange(0, BV)
     oki, okj = i < K, j < V

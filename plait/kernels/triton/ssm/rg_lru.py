@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import KernelForm, with_float16, with_float32
 from plait.kernels.triton.maths import one_minus_exp, sigmoid
 from plait.ops.launch import launch
@@ -31,6 +32,7 @@ def scan_gated_channels(
     W: tl.constexpr, DIM: tl.constexpr, BW: tl.constexpr, U: tl.constexpr,
 ):  # fmt: skip
     """x: [T, W], gates: [T, W / DIM, 2 DIM], bias: [W / DIM, 2 DIM] -> y [T, W]. Grid: (W / BW, S)."""
+    await_previous()
     block, s = tl.program_id(0), tl.program_id(1)
     i = block * BW + tl.arange(0, BW)
     ok = i < W

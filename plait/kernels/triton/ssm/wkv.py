@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import KernelForm, with_float16, with_float32
 from plait.kernels.triton.maths import sigmoid
 from plait.ops.launch import launch
@@ -36,6 +37,7 @@ def walk_wkv7(
 ):  # fmt: skip
     """r, decay, k, v, gate: [T, H, D], scales: [3, H, D], state: [slots, H, D, D] -> y [T, H, D], and added
     [T, H]. Grid: (D / BV, H, S)."""
+    await_previous()
     block, head, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i, j = tl.arange(0, DP), block * BV + tl.arange(0, BV)
     oki, okj = i < D, j < D
@@ -89,6 +91,7 @@ def walk_wkv4(
 
     Grid: (n / BN, S).
     """
+    await_previous()
     s, i = tl.program_id(1), tl.program_id(0) * BN + tl.arange(0, BN)
     ok = i < n
     first, end = tl.load(query_start + s).to(tl.int64), tl.load(query_start + s + 1).to(tl.int64)
