@@ -269,8 +269,10 @@ class Properties:
     L2_cache_size: int = 50 << 20
 
 
-def launch_here(run: Callable[..., object], name: str, args: Sequence[object], constants: Any) -> None:
-    """What `plait.ops.launch` calls for a kernel."""
+def launch_here(
+    run: Callable[..., object], name: str, waits: bool, args: Sequence[object], constants: Any
+) -> None:
+    """What `plait.ops.launch` calls for a kernel. `waits`: for those before it."""
     for value in args:
         if isinstance(value, Tensor) and not isinstance(value, OnGpu):
             raise ValueError(

@@ -143,6 +143,7 @@ def test_what_is_read_before_the_kernels_before_have_ended_is_a_fault() -> None:
         found = find_early(listing(*start, text, "ACQBULK"))
         assert found == [f"it has {name} before it waits for the kernels before it"]
     assert find_early(listing(*start, "LDG.E R0, [R4]")) != []
+    assert "LDG.CONSTANT" in find_early(listing("ACQBULK", "LDG.E.128.CONSTANT R0, [R4]"))[0]
     assert find_early(listing(*start)) == ["it does not wait for the kernels before it"]
 
 

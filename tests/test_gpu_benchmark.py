@@ -204,6 +204,25 @@ def test_random_models_have_the_bytes_of_published_ones(part: Any) -> None:
     assert made.nbytes_per_token == pytest.approx(15.0e9, rel=0.01)
 
 
+def test_kernels_begin_early_on_a_gpu_that_was_right_in_it(part: Any, tmp_path: Path) -> None:
+    machine, results = part("gpu_phases.machine"), part("gpu_phases.results")
+    bench = results.Bench(tmp_path, torch.device("cpu"), EXAMPLES[90], is_dry=True)
+    item = next(item for item in machine.list_machine(bench) if item.op == "early launches")
+    for ok, is_early in ((None, False), (True, True), (False, False)):
+        bench.emit(bench.key(0, item), {"ok": ok})
+        assert machine.can_begin_early(bench) is is_early
+    assert not machine.can_begin_early(
+        results.Bench(tmp_path, torch.device("cpu"), EXAMPLES[80], is_dry=True)
+    )
+    assert item.run()["ok"] is None, "there is nothing to try without a GPU"
+
+
+def test_what_overlaps_on_a_gpu_is_counted_once(part: Any) -> None:
+    join = part("gpu_phases.models").join_spans
+    assert join([]) == 0.0
+    assert join([(5.0, 7.0), (0.0, 2.0), (1.0, 4.0), (1.5, 3.0)]) == 6.0
+
+
 @pytest.mark.slow
 def test_a_random_model_runs_through_the_engine(part: Any, tmp_path: Path) -> None:
     assert call(part, tmp_path, "--phases", "8", "--only", "profile") == 0

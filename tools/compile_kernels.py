@@ -57,6 +57,7 @@ NAMED = re.compile(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]+)")
 WAIT = "ACQBULK"  # for the kernels before this one
 BEFORE = ("LDC", "ULDC", "LDCU")  # loads of constants alone come before it
 NOT_BEFORE = ("LD", "ST", "ATOM", "RED", "UBLK", "UTMA", "BRA", "BRX", "JMP", "CALL", "EXIT", "RET")
+CONSTANT = re.compile(r"\bLDG[.\w]*\.CONSTANT\b")
 JUMP = re.compile(r"BRA\S*\s.*\((\.L_\w+)\)")
 PRODUCT = re.compile(r"nvidia_mma<\{[^}]*warpsPerCTA = \[(\d+),")  # Triton's layout of a product's result
 
@@ -159,7 +160,12 @@ def judge(form: KernelForm, made: Compiled) -> list[str]:
 
 
 def find_early(code: str) -> list[str]:
-    """What machine code does too early if the kernels before it may still run: it has to wait first."""
+    """What machine code does too early if the kernels before it may still run: it has to wait first.
+
+    Loads that other kernels' writes may not reach (of constants) would be too early at any place.
+    """
+    if CONSTANT.search(code):
+        return ["it has loads of constants (LDG.CONSTANT), which may be older than what is written"]
     for name in NAMED.findall(code):
         if name == WAIT:
             return []

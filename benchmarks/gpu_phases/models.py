@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -215,15 +216,26 @@ def _single(
             counted = it.launches()
             return {**found, "launches": sum(counted.values()), "note": it.runner.step_kind}
         found["share_of_roof"] = found["bytes"] / read_gb_s(bench) / 1e9 / made.decode_step_s
-        device = _device_times(it, prompt, 24)
-        busy, steps = sum(us for us, _ in device.values()), max(device.pop("steps", (0.0, 24))[1], 1)
-        launches = sum(count for _, count in device.values()) / steps
-        host = max(0.0, found["us"] - busy / steps)
+        device = _profile_steps(it, prompt, 24)
+        launches = sum(count for _, count in device.kernels.values()) / device.steps
+        host = max(0.0, found["us"] - device.busy_us / device.steps)
         return {**found, "launches": launches, "host_us": host, "note": it.runner.step_kind}
 
 
-def _device_times(it: OpenModel, prompt: int, tokens: int) -> dict[str, tuple[float, int]]:
-    """(microseconds, launches) of each kernel in decode steps; "steps": how many there were."""
+@dataclass(frozen=True)
+class DeviceTimes:
+    """What a GPU did in some decode steps. `kernels`: (microseconds, launches) of each.
+
+    busy_us: in which anything ran; kernels that begin early are counted once where they overlap.
+    """
+
+    kernels: dict[str, tuple[float, int]]
+    busy_us: float
+    steps: int
+
+
+def _profile_steps(it: OpenModel, prompt: int, tokens: int) -> DeviceTimes:
+    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     profiler = profile(activities=[ProfilerActivity.CUDA])
@@ -233,7 +245,17 @@ def _device_times(it: OpenModel, prompt: int, tokens: int) -> dict[str, tuple[fl
         us = float(getattr(event, "self_device_time_total", 0.0))
         if us and not event.key.startswith("cuda"):
             found[event.key] = (us, event.count)
-    return {**found, "steps": (0.0, tokens - 1)}
+    ran = [event.time_range for event in profiler.events() or () if event.device_type == DeviceType.CUDA]
+    return DeviceTimes(found, join_spans((span.start, span.end) for span in ran), max(tokens - 1, 1))
+
+
+def join_spans(spans: Iterable[tuple[float, float]]) -> float:
+    """How long it is that at least one of the spans lasts."""
+    total, until = 0.0, -math.inf
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
 
 
 def list_many(bench: Bench) -> Iterator[Item]:
@@ -269,15 +291,15 @@ def list_profiles(bench: Bench) -> Iterator[Item]:
 
 
 def _profile(bench: Bench, name: str, storage: str) -> dict[str, Any]:
-    with opened(bench, name, storage, 2, 256) as it:
+    # Launched one after the other: else a kernel's time has that in which it waits for the one before it.
+    with opened(bench, name, storage, 2, 256, is_early=False) as it:
         it.run(1, 64, 8)
-        device = _device_times(it, 64, 24)
-    steps = device.pop("steps")[1]
-    slowest = sorted(device.items(), key=lambda pair: -pair[1][0])[:12]
+        device = _profile_steps(it, 64, 24)
+    steps, slowest = device.steps, sorted(device.kernels.items(), key=lambda pair: -pair[1][0])[:12]
     shown = [
         f"{key[:60]}: {us / steps:.1f} us in {count / steps:.0f} launches" for key, (us, count) in slowest
     ]
-    return {"us": sum(us for us, _ in device.values()) / steps, "note": "; ".join(shown)}
+    return {"us": device.busy_us / steps, "note": "; ".join(shown)}
 
 
 def _dry_profile(bench: Bench) -> dict[str, Any]:

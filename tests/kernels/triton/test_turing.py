@@ -28,7 +28,10 @@ MULTIPLY = {
 }  # fmt: skip
 CHUNKS = ("delta_chunks", "mamba2_chunks")  # which refuse by themselves: the scans walk there
 # What multiplies without an op of its own: `glu`, over weights that `linear` has packed.
-BESIDE = ("linear.few_rows", "linear.many_rows", "linear.dense_forms", "linear.linear")
+BESIDE = (
+    *("linear.few_rows", "linear.many_rows", "linear.dense_forms", "linear.linear"),
+    "attention.attention_forms",
+)
 
 
 def list_products() -> set[str]:
