@@ -34,7 +34,7 @@ def open_disk_cache(
 
     `fingerprint`: of this model here. Its arithmetic covers the processor, what the model computes in, and
     the code of the kernels, so no file of an older version is ever read.
-    Raises ConfigError for a folder that others may write, for a GPU, and for a model that is not causal.
+    Raises ConfigError for a file, a folder that others may write, for a GPU, and for a model that is not causal.
     """
     if config.cache_disk is None:
         return None
@@ -50,7 +50,8 @@ def open_disk_cache(
         make_folder(folder.parent)
         os.mkdir(folder, 0o700)
     except FileExistsError:
-        pass
+        if not folder.is_dir():
+            raise ConfigError(f"cache_disk: {folder} is a file; name a folder") from None
     except OSError as error:
         log.warning("disk cache: %s cannot be made (%s); nothing is kept", folder, error.strerror)
     if refused := why_refused(folder / name):

@@ -106,7 +106,8 @@ def test_files_that_were_changed_are_a_miss_with_a_cause(
     assert again.num_cached == 0
     assert again.causes["disk"] == 1
     assert again.stats["num_disk_damaged"] >= 1
-    assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 1
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len([text for text in warnings if text.startswith("disk cache")]) == 1, "others: a busy machine"
     assert ask(nano_hybrid, history, cache_disk=str(tmp_path / "kept")).num_cached == len(history) - 1
 
 
@@ -116,6 +117,12 @@ def test_a_folder_that_others_may_write_is_refused(nano_hybrid: Path, tmp_path: 
     folder.chmod(0o777)
     with pytest.raises(ConfigError, match="others may write"):
         ask(nano_hybrid, words(0, 5), cache_disk=str(folder))
+
+
+def test_a_file_in_place_of_a_folder_is_refused(nano_hybrid: Path, tmp_path: Path) -> None:
+    (file := tmp_path / "kept").write_text("notes")
+    with pytest.raises(ConfigError, match=r"cache_disk: .*kept is a file; name a folder"):
+        ask(nano_hybrid, words(0, 5), cache_disk=str(file))
 
 
 def test_options_that_cannot_work_with_it_are_refused() -> None:
