@@ -34,7 +34,8 @@ def open_disk_cache(
 
     `fingerprint`: of this model here. Its arithmetic covers the processor, what the model computes in, and
     the code of the kernels, so no file of an older version is ever read.
-    Raises ConfigError for a file, a folder that others may write, for a GPU, and for a model that is not causal.
+    Raises ConfigError for a file, a folder that others may write, for a GPU, and for a model that is not
+    causal.
     """
     if config.cache_disk is None:
         return None

@@ -230,6 +230,26 @@ def test_kernels_are_tried_as_they_will_be_launched(
     assert runs[2] == (False, set()), "an sm_80 has no such trial"
 
 
+def test_kernels_that_were_tried_in_turns_are_tried_again_when_they_may_begin_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = list[tuple[bool, int]]()
+
+    def run(how: TrialRun, due: list[KernelTrial], *_: object) -> tuple[dict[str, str], dict[str, str]]:
+        runs.append((how.is_early, len(due)))
+        return {t.key: "" for t in due}, {}
+
+    monkeypatch.setattr(trials, "run_trials", run)
+    load_for_gpu()
+    target = Target(torch.device("cpu"), torch.float32, 64, 32)
+    for pdl in (False, True, True, False):
+        target.chip, target.pdl = CHIP, pdl
+        assert trials.try_kernels(target, (), str(tmp_path), lambda *_: None, {"rms_norm": ()})
+    (_, none), (_, all_kernels), first, second = runs
+    assert none == 0
+    assert (first, second) == ((False, 1), (True, all_kernels))
+
+
 def test_a_kernel_without_a_trial_is_not_bound_where_others_had_theirs() -> None:
     load_for_gpu()
     facts = OpFacts(

@@ -23,7 +23,6 @@ BLOCK = 1024  # numbers of a program
 @triton.jit
 def write_reversed(x, out, n, BLOCK: tl.constexpr):
     """x + 1 in reverse order -> out, [n] each: the first program reads what the last one before wrote."""
-    await_previous()
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if is_dependent():
         prefetch_rows(x, tl.arange(0, 1), tl.program_id(0) * BLOCK, n, 0, BLOCK)

@@ -91,7 +91,7 @@ def try_kernels(
     chip = target.chip
     if chip is None or target.ops == "reference":
         return chip
-    if not chip.trials:  # else a model before this one has reported it
+    if is_first := not chip.trials:  # else a model before this one has reported it
         log.warning("%s; each is compared with its reference on this GPU, once", UNPROVEN)
     dtypes = list(dict.fromkeys((target.dtype, torch.float32)))
     around = [*AROUND, *([chain_launches.name] if target.pdl else [])]
@@ -105,7 +105,8 @@ def try_kernels(
     chip = prove_kernels(chip, run, trials, find_folder(cache_dir), lambda done, of: report(WHAT, done, of))
     why = "--no-pdl" if not target.pdl else why_in_turns(chip)
     permit_dependent(target.device, why is None)
-    log.info("GPU kernels are launched %s", f"one after the other: {why}" if why else "early (PDL)")
+    if is_first:
+        log.info("GPU kernels are launched %s", f"one after the other: {why}" if why else "early (PDL)")
     return chip
 
 
@@ -145,13 +146,11 @@ def prove_kernels(
     at the next startup: what the chip has in `trials` is of this one.
     """
     site, new = find_site(chip), [trial for trial in trials if trial.key not in chip.trials]
-    known = read_verdicts(folder, site)
-    due = [trial for trial in new if trial.key not in known]
+    known, due = _list_due(new, read_verdicts(folder, site))
     if due:
         with hold_site(folder, site, lambda: on_trial(0, len(new))) as has_waited:
             if has_waited:
-                known = read_verdicts(folder, site)
-                due = [trial for trial in new if trial.key not in known]
+                known, due = _list_due(new, read_verdicts(folder, site))
             lasting, passing = _run_due(chip, run, due, known, on_trial, partial(keep_verdicts, folder, site))
             keep_verdicts(folder, site, lasting)
         known = {**known, **lasting, **passing}
@@ -165,6 +164,19 @@ def prove_kernels(
     for line in describe_rejected(rejected):
         log.warning("%s", line)
     return replace(chip, trials={**chip.trials, **verdicts})
+
+
+def _list_due(
+    new: Sequence[KernelTrial], known: Mapping[str, str]
+) -> tuple[Mapping[str, str], list[KernelTrial]]:
+    """The verdicts that hold, and the trials that are due.
+
+    Where that of early launches is due, all are: the kernels were tried one after the other so far.
+    """
+    due = [trial for trial in new if trial.key not in known]
+    if any(trial.op == chain_launches.name for trial in due):
+        return {}, list(new)
+    return known, due
 
 
 def _run_due(
