@@ -218,7 +218,7 @@ def test_kernels_begin_early_on_a_gpu_that_was_right_in_it(part: Any, tmp_path: 
 
 
 def test_what_overlaps_on_a_gpu_is_counted_once(part: Any) -> None:
-    join = part("gpu_phases.models").join_spans
+    join = part("gpu_phases.models").join_ranges
     assert join([]) == 0.0
     assert join([(5.0, 7.0), (0.0, 2.0), (1.0, 4.0), (1.5, 3.0)]) == 6.0
 

@@ -246,13 +246,13 @@ def _profile_steps(it: OpenModel, prompt: int, tokens: int) -> DeviceTimes:
         if us and not event.key.startswith("cuda"):
             found[event.key] = (us, event.count)
     ran = [event.time_range for event in profiler.events() or () if event.device_type == DeviceType.CUDA]
-    return DeviceTimes(found, join_spans((span.start, span.end) for span in ran), max(tokens - 1, 1))
+    return DeviceTimes(found, join_ranges((one.start, one.end) for one in ran), max(tokens - 1, 1))
 
 
-def join_spans(spans: Iterable[tuple[float, float]]) -> float:
-    """How long it is that at least one of the spans lasts."""
+def join_ranges(ranges: Iterable[tuple[float, float]]) -> float:
+    """How long it is that at least one of these ranges of time lasts."""
     total, until = 0.0, -math.inf
-    for start, end in sorted(spans):
+    for start, end in sorted(ranges):
         total += max(0.0, end - max(start, until))
         until = max(until, end)
     return total
