@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, get_args
 
@@ -115,6 +116,7 @@ class Metrics:
         self.arithmetic = ""  # see `engine.fingerprint`; an engine's process sets it
         self.step_kind = ""
         self.graphs: StepGraphs | None = None
+        self.draft_graphs: StepGraphs | None = None  # of a draft model; refusals are counted with the model's
 
     def count_request(self, num_prompt_tokens: int) -> None:
         """Count a request that was taken."""
@@ -212,8 +214,15 @@ class Metrics:
             "num_output_tokens": self.num_output_tokens,
         }
         if self.graphs is not None:
-            found["num_graphs"] = sum(self.graphs.count_graphs().values())
+            found["num_graphs"] = sum(self._count_graphs().values())
             found["num_refused_graphs"] = sum(self.graphs.count_refusals().values())
+        return found
+
+    def _count_graphs(self) -> Mapping[tuple[str, str], int]:
+        """Captured steps by kind and number of sequences; "draft": decodes of a draft model."""
+        found = Counter(self.graphs.count_graphs() if self.graphs else {})
+        for (_, sequences), count in self.draft_graphs.count_graphs().items() if self.draft_graphs else ():
+            found["draft", sequences] += count
         return found
 
     def _describe_steps(self) -> Iterator[Family]:
@@ -224,7 +233,7 @@ class Metrics:
             yield "plait_step_info", about, "gauge", (("plait_step_info", labels, 1.0),)
         if self.graphs is not None:
             about = "Captured steps, by kind and number of sequences."
-            yield _gauges("graphs", about, ("step", "sequences"), self.graphs.count_graphs().items())
+            yield _gauges("graphs", about, ("step", "sequences"), self._count_graphs().items())
             about = "Captures that were refused: such steps run op by op, and slower."
             refused = self.graphs.count_refusals()
             yield _gauges("refused_graphs", about, ("step", "sequences", "cause"), refused.items())

@@ -44,6 +44,7 @@ from plait.model.mtp import MtpHead
 from plait.ops.chip import Chip
 from plait.ops.registry import Binding
 from plait.ops.rope import rope_notes
+from plait.runner.draft import DraftModel
 from plait.runner.host.mtp import MtpDrafter
 from plait.runner.ranks.group import RankGroup
 from plait.runner.ranks.group_comm import GroupComm
@@ -291,6 +292,8 @@ def engine_over(
         if target.executor is not None and all(row.variant == "native" for row in sampler.bindings):
             maker = turn_tables(target.executor, {**turn_kernels(), **sampling_kernels()})
         draft_with_head(engine, proposer, runner.replay, sampler.host, maker)
+    if isinstance(proposer, DraftModel):
+        engine.metrics.draft_graphs = proposer.runner.graphs
     return runner, engine
 
 

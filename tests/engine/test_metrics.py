@@ -202,6 +202,10 @@ def test_how_steps_run_is_shown_and_graphs_where_there_are_any() -> None:
     assert shown["plait_graphs{8}{decode}"] == 2
     assert shown["plait_graphs{8}{check}"] == shown["plait_refused_graphs{memory}{64}{decode}"] == 1
     assert {"num_graphs": 3, "num_refused_graphs": 1}.items() <= metrics.count_totals().items()
+    metrics.draft_graphs = Graphs()
+    shown = read(metrics)
+    assert (shown["plait_graphs{8}{draft}"], shown["plait_graphs{8}{decode}"]) == (3, 2)
+    assert {"num_graphs": 6, "num_refused_graphs": 1}.items() <= metrics.count_totals().items()
 
 
 def test_two_engines_count_apart() -> None:
