@@ -68,7 +68,7 @@ def info(model: str, as_json: bool, show_ops: bool, probe_text: str | None, **gi
         facts |= example_facts(model, replace(config, probe=False))
     elif show_ops:
         facts["ops"], chip = load_bindings(model, replace(config, probe=False))
-        facts["kernels"] = gpu_verdict(chip) if chip else kernel_verdict(config)
+        facts["kernels"] = gpu_verdict(chip, config) if chip else kernel_verdict(config)
     lines = [to_json(facts)] if as_json else text_lines(facts)
     sys.stdout.write("\n".join(lines) + "\n")
 
@@ -159,11 +159,13 @@ def load_bindings(model: str, config: EngineConfig) -> tuple[list[Facts], Chip |
         loaded.front.close()
 
 
-def gpu_verdict(chip: Chip) -> str:
+def gpu_verdict(chip: Chip, config: EngineConfig) -> str:
     """What is known of the kernels that this GPU runs."""
+    from plait.loading.kernel_trials.trials import describe_launches
+
     bad = sum(map(bool, chip.trials.values()))
     tried = f"{len(chip.trials)} kernels were tried on {chip.name}, and {bad} of them are not used"
-    return f"{tried}; {UNPROVEN}"
+    return f"{tried}; they are {describe_launches(chip, pdl=config.pdl)}; {UNPROVEN}"
 
 
 def find_example(config: EngineConfig) -> Chip | None:

@@ -103,11 +103,16 @@ def try_kernels(
         workers = 1
     run = TrialRun(str(target.device), workers=workers)
     chip = prove_kernels(chip, run, trials, find_folder(cache_dir), lambda done, of: report(WHAT, done, of))
-    why = "--no-pdl" if not target.pdl else why_in_turns(chip)
-    permit_dependent(target.device, why is None)
+    permit_dependent(target.device, target.pdl and why_in_turns(chip) is None)
     if is_first:
-        log.info("GPU kernels are launched %s", f"one after the other: {why}" if why else "early (PDL)")
+        log.info("GPU kernels are %s", describe_launches(chip, pdl=target.pdl))
     return chip
+
+
+def describe_launches(chip: Chip, *, pdl: bool) -> str:
+    """Whether kernels begin before those before them have ended, and why not. pdl: of the options."""
+    why = why_in_turns(chip) if pdl else "--no-pdl"
+    return f"launched one after the other: {why}" if why else "launched early (PDL)"
 
 
 def why_in_turns(chip: Chip) -> str | None:
