@@ -170,7 +170,7 @@ def test_startup_on_a_gpu_tries_the_formats_of_the_model_and_says_what_is_not_pr
     assert set(chip.trials.values()) == {"it hangs on cpu"}
     assert seen[0][0].startswith("trying GPU kernels")
     assert "no run on a GPU is recorded yet" in caplog.text
-    assert read_verdicts(tmp_path / "gpu_trials", trials.find_site(CHIP)) == chip.trials
+    assert read_verdicts(tmp_path / "gpu_trials", trials.find_site(CHIP, is_early=True)) == chip.trials
     target.chip = CHIP
     fewer = trials.try_kernels(target, formats, where, report, {"linear": ()})
     assert fewer is not None
@@ -227,10 +227,12 @@ def test_kernels_are_tried_as_they_will_be_launched(
         start(EXAMPLES[80])
         assert "one after the other: programmatic dependent launch begins with sm_90" in caplog.text
     assert permitted[2:] == [False, False]
-    assert runs[2] == (False, set()), "an sm_80 has no such trial"
+    assert [early for early, _ in runs[2:]] == [False, False]
+    assert "chain_launches" not in runs[2][1], "with --no-pdl kernels are tried without it"
+    assert "chain_launches" not in runs[3][1], "nor on an sm_80"
 
 
-def test_kernels_that_were_tried_in_turns_are_tried_again_when_they_may_begin_early(
+def test_each_way_of_launching_has_verdicts_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = list[tuple[bool, int]]()
@@ -245,9 +247,9 @@ def test_kernels_that_were_tried_in_turns_are_tried_again_when_they_may_begin_ea
     for pdl in (False, True, True, False):
         target.chip, target.pdl = CHIP, pdl
         assert trials.try_kernels(target, (), str(tmp_path), lambda *_: None, {"rms_norm": ()})
-    (_, none), (_, all_kernels), first, second = runs
-    assert none == 0
-    assert (first, second) == ((False, 1), (True, all_kernels))
+    in_turns, first, early = runs
+    assert in_turns == (False, early[1])
+    assert (first, early[0]) == ((False, 1), True)
 
 
 def test_a_kernel_without_a_trial_is_not_bound_where_others_had_theirs() -> None:

@@ -64,8 +64,8 @@ class KernelTrial:
 class TrialRun:
     """How trials run: on which device, in how many children at a time, how many seconds each may take.
 
-    `modules`: imported by the children, too, because they register variants. `is_early`: kernels begin before
-    those before them have ended, as the engine will launch them.
+    `modules`: imported by the children, too, because they register variants. `is_early`: kernels may begin
+    before those before them have ended, as the engine will launch them.
     """
 
     device: str

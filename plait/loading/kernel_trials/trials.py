@@ -94,14 +94,14 @@ def try_kernels(
     if is_first := not chip.trials:  # else a model before this one has reported it
         log.warning("%s; each is compared with its reference on this GPU, once", UNPROVEN)
     dtypes = list(dict.fromkeys((target.dtype, torch.float32)))
-    around = [*AROUND, *([chain_launches.name] if target.pdl else [])]
-    ops = None if used is None else {**dict.fromkeys(around, ()), **used}
+    ops = None if used is None else {**dict.fromkeys([*AROUND, chain_launches.name], ()), **used}
     trials = plan_trials(TrialNeeds(chip, dtypes, formats, target.deterministic, ops))
+    trials = [trial for trial in trials if target.pdl or trial.op != chain_launches.name]
     workers = count_workers(chip)
     if is_exclusive(target.device):
         log.info("%s is in exclusive-process compute mode: kernels are tried one by one", target.device)
         workers = 1
-    run = TrialRun(str(target.device), workers=workers)
+    run = TrialRun(str(target.device), workers=workers, is_early=target.pdl and chip.capability >= FIRST)
     chip = prove_kernels(chip, run, trials, find_folder(cache_dir), lambda done, of: report(WHAT, done, of))
     permit_dependent(target.device, target.pdl and why_in_turns(chip) is None)
     if is_first:
@@ -130,8 +130,8 @@ def count_workers(chip: Chip) -> int:
     return WORKERS if is_small else max(WORKERS, min(MOST_WORKERS, (os.cpu_count() or 1) // 2))
 
 
-def find_site(chip: Chip) -> TrialSite:
-    """What verdicts on this chip hold for."""
+def find_site(chip: Chip, is_early: bool = False) -> TrialSite:
+    """What verdicts on this chip hold for. is_early: see `TrialRun`; each way of launching has its own."""
     cuda = getattr(torch._C, "_cuda_getDriverVersion", None)
     driver = driver_version() or (str(cuda()) if cuda and torch.cuda.is_available() else "")
     try:
@@ -139,7 +139,8 @@ def find_site(chip: Chip) -> TrialSite:
     except PackageNotFoundError:
         triton = ""
     name = f"{chip.name}, sm_{chip.capability}"
-    return TrialSite(name, driver, torch.__version__, triton, hash_sources(), list_accelerators())
+    others = ", ".join(filter(None, [list_accelerators(), "PDL" if is_early else ""]))
+    return TrialSite(name, driver, torch.__version__, triton, hash_sources(), others)
 
 
 def prove_kernels(
@@ -150,12 +151,14 @@ def prove_kernels(
     `folder`: where verdicts are kept. A kernel that could not be tried is rejected, too, and is tried again
     at the next startup: what the chip has in `trials` is of this one.
     """
-    site, new = find_site(chip), [trial for trial in trials if trial.key not in chip.trials]
-    known, due = _list_due(new, read_verdicts(folder, site))
+    site, new = find_site(chip, run.is_early), [trial for trial in trials if trial.key not in chip.trials]
+    known = read_verdicts(folder, site)
+    due = [trial for trial in new if trial.key not in known]
     if due:
         with hold_site(folder, site, lambda: on_trial(0, len(new))) as has_waited:
             if has_waited:
-                known, due = _list_due(new, read_verdicts(folder, site))
+                known = read_verdicts(folder, site)
+                due = [trial for trial in new if trial.key not in known]
             lasting, passing = _run_due(chip, run, due, known, on_trial, partial(keep_verdicts, folder, site))
             keep_verdicts(folder, site, lasting)
         known = {**known, **lasting, **passing}
@@ -171,19 +174,6 @@ def prove_kernels(
     return replace(chip, trials={**chip.trials, **verdicts})
 
 
-def _list_due(
-    new: Sequence[KernelTrial], known: Mapping[str, str]
-) -> tuple[Mapping[str, str], list[KernelTrial]]:
-    """The verdicts that hold, and the trials that are due.
-
-    Where that of early launches is due, all are: the kernels were tried one after the other so far.
-    """
-    due = [trial for trial in new if trial.key not in known]
-    if any(trial.op == chain_launches.name for trial in due):
-        return {}, list(new)
-    return known, due
-
-
 def _run_due(
     chip: Chip,
     run: TrialRun,
@@ -192,10 +182,13 @@ def _run_due(
     on_trial: OnTrial,
     on_verdicts: OnVerdicts,
 ) -> tuple[Mapping[str, str], Mapping[str, str]]:
-    """`run_trials`, those of launches first: all other kernels are tried as they will be launched."""
+    """`run_trials`, that of early launches first: all other kernels are tried as they will be launched."""
+    if not run.is_early:
+        return run_trials(run, due, on_trial, on_verdicts)
     first = [trial for trial in due if trial.op == chain_launches.name]
     rest = [trial for trial in due if trial.op != chain_launches.name]
-    lasting, passing = run_trials(run, first, lambda done, of: on_trial(done, len(due)), on_verdicts)
+    in_turns = replace(run, is_early=False)
+    lasting, passing = run_trials(in_turns, first, lambda done, of: on_trial(done, len(due)), on_verdicts)
     seen = replace(chip, trials={**chip.trials, **known, **lasting, **passing})
     run, count = replace(run, is_early=why_in_turns(seen) is None), len(first)
     found = run_trials(run, rest, lambda done, of: on_trial(count + done, len(due)), on_verdicts)

@@ -45,7 +45,7 @@ Verdicts = Mapping[str, str]  # key of a trial -> "", or why the kernel is not b
 class TrialSite:
     """What the verdicts hold for: another chip, driver, version or kernel source begins anew.
 
-    others: names and versions of `ACCELERATORS` that are installed.
+    others: names and versions of `ACCELERATORS` that are installed, and "PDL" if kernels may begin early.
     """
 
     chip: str
