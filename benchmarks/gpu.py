@@ -39,6 +39,7 @@ NAMES = (
 SHORT = (0.5, 1.5, 1.5, 1.5, 1.5, 1.0, 1.0, 0.1, 0.4)  # shares of the minutes, of each requested phase
 DRY = (0.5, 0.5, 5.0, 0.5, 1.0, 0.6, 0.3, 0.1, 0.5)
 MINUTES = 9.0
+INSTALL = "this needs what Plait needs: `pip install -e '.[cuda]'` in the checkout, or the packages alone"
 
 
 def list_phases() -> list[Callable[[Bench], Iterator[Item]]]:
@@ -140,7 +141,10 @@ def main() -> int:
     given = parse()
     if given.dry:
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
-    return run(given)
+    try:
+        return run(given)
+    except ModuleNotFoundError as error:  # ahead of the first row: rows catch their own
+        raise SystemExit(f"{error}; {INSTALL}") from error
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -215,6 +217,19 @@ def test_kernels_begin_early_on_a_gpu_that_was_right_in_it(part: Any, tmp_path: 
         results.Bench(tmp_path, torch.device("cpu"), EXAMPLES[80], is_dry=True)
     )
     assert item.run()["ok"] is None, "there is nothing to try without a GPU"
+
+
+def test_a_package_that_lacks_is_named_with_what_to_install(tmp_path: Path) -> None:
+    program = (
+        "import runpy, sys; sys.modules['msgspec'] = None; "
+        f"sys.argv = ['gpu.py', '--dry', '--out', {str(tmp_path)!r}]; "
+        f"runpy.run_path({str(BENCHMARKS / 'gpu.py')!r}, run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "msgspec" in line
+    assert "pip install -e '.[cuda]'" in line
 
 
 def test_what_overlaps_on_a_gpu_is_counted_once(part: Any) -> None:
