@@ -6,6 +6,7 @@ They are not installed here: modules of their names compute what theirs compute,
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -152,6 +153,7 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         return found
 
     monkeypatch.setattr(varlen, "_is_installed", lambda module: module == "flash_attn_interface")
+    monkeypatch.setattr(varlen, "takes_pages", lambda: True)
     monkeypatch.setattr(varlen, "_capability", lambda device: 90)
     monkeypatch.setattr(varlen, "_load_function", lambda capability: varlen_attn)
     return seen
@@ -174,6 +176,19 @@ def test_varlen_is_bound_with_what_places_heads_where_it_serves(flash: list[dict
     assert "paged_attention/varlen_attn//bfloat16" in {
         t.key for t in plan_trials(TrialNeeds(CHIP, [torch.bfloat16], ()))
     }
+
+
+@pytest.mark.parametrize("function", [None, lambda query, key, value, cu_seq_q: None])
+def test_an_older_torch_takes_no_pages(
+    monkeypatch: pytest.MonkeyPatch, function: Callable[..., None] | None
+) -> None:
+    module = SimpleNamespace(varlen_attn=function) if function else None
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)  # type: ignore[arg-type]
+    monkeypatch.setattr(varlen, "_is_installed", lambda module: module == "flash_attn_interface")
+    monkeypatch.setattr(varlen, "takes_pages", varlen.takes_pages.__wrapped__)  # without what it keeps
+    _, row = paged_attention.bind(OpFacts("cuda", torch.bfloat16, HEADS, chip=CHIP))
+    assert row.variant == "triton"
+    assert "takes no pages: that of 2.12" in dict(row.skipped)["varlen_attn"]
 
 
 def test_without_flash_attention_the_reason_is_reported() -> None:

@@ -12,6 +12,7 @@ same name stores them, because mixers bind both by one name.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -48,10 +49,22 @@ def _is_installed(module: str) -> bool:
         return False
 
 
+@cache
+def takes_pages() -> bool:
+    """Whether torch's function reads keys and values by a table of blocks: from torch 2.12 on."""
+    try:
+        function = import_module("torch.nn.attention.varlen").varlen_attn
+    except ImportError:
+        return False
+    return "block_table" in inspect.signature(function).parameters
+
+
 def why_not_varlen(facts: OpFacts) -> str | None:
     """Why our own kernel serves prompts, too."""
     if facts.chip is None or find_implementation(facts.chip.capability) is None:
         return "no FlashAttention with pages is installed for this GPU (flash-attn-3 or flash-attn-4)"
+    if not takes_pages():
+        return f"varlen_attn of torch {torch.__version__} takes no pages: that of 2.12 and later does"
     if facts.sizes.get("deterministic"):
         return "prompts would have other last bits than decodes: deterministic was asked for"
     if facts.dtype not in (torch.bfloat16, torch.float16):
