@@ -17,7 +17,6 @@ from gpu_phases.timing import copied, copies_for, settle, time_us
 from plait.bench.ops.roofline import decode_step, work_of
 from plait.bench.ops.run import case_text, tensors
 from plait.kernels.load import load_for_gpu
-from plait.kernels.triton.attention.varlen import takes_pages
 from plait.model.mixers.registry import list_mixers
 from plait.ops.linear import Packing
 from plait.ops.registry import REGISTRY, Op, OpFacts
@@ -161,7 +160,7 @@ def _varlen(case: Case, args: Sequence[Any]) -> Callable[[], Any]:
     """torch's FlashAttention: whole prompts, and decodes over pages. Raises NotImplementedError."""
     from torch.nn.attention.varlen import varlen_attn
 
-    if not takes_pages():
+    if "block_table" not in inspect.signature(varlen_attn).parameters:
         raise NotImplementedError(f"varlen_attn of torch {torch.__version__} takes no pages")
     q, k, v, k_cache, v_cache, table, _, starts, lens = args[:9]
     starts, causal, most = starts.to(torch.int32), (-1, 0), max(case["seqs"])
