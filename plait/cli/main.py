@@ -140,7 +140,7 @@ def report(error: BaseException, session: Session) -> int:
             return code
         case click.exceptions.Exit(exit_code=code):
             return code
-        case click.exceptions.NoArgsIsHelpError():
+        case click.UsageError() if type(error).__name__ == "NoArgsIsHelpError":  # from click 8.2 on
             print(error.format_message(), file=sys.stderr)
             return EXIT_USAGE
         case BrokenPipeError():

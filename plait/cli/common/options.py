@@ -12,7 +12,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
-from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args, get_origin
 
 import click
 from click.core import ParameterSource
@@ -25,6 +25,15 @@ from plait.errors import ConfigError
 from plait.option_fields import option_types
 from plait.request import SAMPLING, SamplingParams
 
+if TYPE_CHECKING:
+    from click import ParamType
+else:
+
+    class ParamType(click.ParamType):  # click's own takes no parameter before 8.4
+        def __class_getitem__(cls, kind: object) -> type:
+            return cls
+
+
 Command = TypeVar("Command", bound=Callable[..., object])
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 SERVER_URL = "http://127.0.0.1:8080"
@@ -36,13 +45,8 @@ SECRET = {"api_key", "admin_key", "mcp_token"}
 NO_OPTIONS = re.compile(r"PLAIT_(CONFIG|URL|SCREENSHOTS|NAME|ENV_.*|SERVICE_.*|PORT(_\d+_.*)?)")
 METAVARS = {"set": "KEY=VALUE", "plugins": "FILE.py"}
 BYTES_FIELDS = {
-    "memory_limit",
-    "swap_memory",
-    "max_body_bytes",
-    "cache_disk_limit",
-    "cache_disk_bandwidth",
-    "store_limit",
-    "models_memory",
+    *("memory_limit", "swap_memory", "max_body_bytes", "cache_disk_limit", "cache_disk_bandwidth"),
+    *("store_limit", "models_memory"),
 }
 SECONDS_FIELDS = {"store_max_age"}
 # Of no use in a terminal, where a reply is one text.
@@ -59,7 +63,7 @@ class Decorator(Protocol):
     def __call__(self, command: Command, /) -> Command: ...
 
 
-class Bytes(click.ParamType[int]):
+class Bytes(ParamType[int]):
     """A number of bytes: 1073741824, 512MiB, 4G (powers of 1024)."""
 
     name = "bytes"
@@ -73,7 +77,7 @@ class Bytes(click.ParamType[int]):
         return int(float(match[1]) * UNITS[match[2].upper()])
 
 
-class Seconds(click.ParamType[int]):
+class Seconds(ParamType[int]):
     """A duration: 3600, 90m, 12h, 30d."""
 
     name = "duration"
@@ -85,7 +89,7 @@ class Seconds(click.ParamType[int]):
         return int(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": DAY_S}[match[2]]
 
 
-class TokenIds(click.ParamType[tuple[int, ...]]):
+class TokenIds(ParamType[tuple[int, ...]]):
     """Token ids, with commas or spaces between them, brackets or not: "1,2,3"."""
 
     name = "ids"
@@ -123,7 +127,7 @@ class FieldOption(click.Option):
             raise click.BadParameter(text, ctx, self) from error
 
 
-class Device(click.ParamType[str]):
+class Device(ParamType[str]):
     """auto, cpu, cuda or cuda:N."""
 
     name = "device"
