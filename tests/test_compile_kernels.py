@@ -160,6 +160,10 @@ def test_loads_are_counted_by_their_width() -> None:
     assert found == {"LDG.128": 1, "LDG.64": 1, "LDG.8": 1, "LDG.32": 1, "STG.128": 1, "HMMA": 1}
 
 
+@pytest.mark.skipif(
+    f"Rows are of Triton {version('triton')}," not in REPORT.read_text(encoding="utf-8"),
+    reason="the report is of another Triton, which `make check` refuses",
+)
 def test_the_committed_report_is_of_todays_kernels() -> None:
     assert check_report(REPORT, list(TARGETS)) == 0
 
