@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 # What the tests compare with, and their tools, demand newer versions of these.
-NEWER = {"click", "huggingface-hub", "regex", "safetensors", "tokenizers", "torch"}
+NEWER = {"click", "huggingface-hub", "regex", "safetensors", "tokenizers"}
 EXTRAS = ("cuda", "hub", "otel", "store", "kv-events", "bench")
 
 

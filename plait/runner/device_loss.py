@@ -23,8 +23,7 @@ def check_lost(error: Exception, device: torch.device, where: str = "a step") ->
     if isinstance(error, torch.OutOfMemoryError):
         return
     text = " ".join(str(error).split("\n\n")[0].split())
-    own = getattr(torch, "AcceleratorError", ())  # torch before 2.8 has no class of theirs
-    is_of_device = isinstance(error, own) or any(word in text for word in WORDS)
+    is_of_device = isinstance(error, torch.AcceleratorError) or any(word in text for word in WORDS)
     if is_of_device and not _answers(device):
         raise DeviceLost(f"the GPU {device} was lost in {where}: {clip_text(text, 200)}") from error
 

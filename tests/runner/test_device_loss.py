@@ -72,15 +72,6 @@ def test_the_runner_raises_it_for_its_step() -> None:
         Broken(ValueError("another")).launch(plan, SamplingBatch(()))
 
 
-def test_a_torch_without_a_class_for_errors_of_devices_is_understood(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch 2.6 and 2.7 have none: the error of a request, or of a lost GPU, became an AttributeError."""
-    monkeypatch.delattr(torch, "AcceleratorError")
-    monkeypatch.setattr(torch.cuda, "synchronize", synchronize_that(works=False))
-    with pytest.raises(DeviceLost, match="an illegal memory access"):
-        check_lost(LOST[1], GPU)
-    check_lost(OTHERS[0], GPU)
-
-
 def test_a_device_that_a_capture_breaks_is_lost_and_no_reason_to_go_on_op_by_op(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

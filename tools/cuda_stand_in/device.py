@@ -52,8 +52,7 @@ def install_callbacks() -> None:
 
 def _raise_for(code: int) -> None:
     if code:
-        kind = getattr(torch, "AcceleratorError", RuntimeError)
-        raise kind(f"CUDA error: {library.cudaGetErrorString(code).decode()}")
+        raise torch.AcceleratorError(f"CUDA error: {library.cudaGetErrorString(code).decode()}")
 
 
 def current_stream() -> int:
