@@ -35,8 +35,9 @@ def test_two_trees_take_turns_and_a_ratio_is_printed(
     assert found["machine"]["cpu"]
     assert set(found["sides"]) == sides
     for numbers in found["sides"].values():
-        assert min(numbers.values()) > 0
-        assert numbers["events_per_token"] <= 1
+        assert numbers.keys() == {"cpu_us_per_token", "events_per_token", "time_of_engine"}
+        assert numbers["cpu_us_per_token"] > 0
+        assert 0 < numbers["events_per_token"] <= 1
     assert ("before_over_this" in found) == ("before" in sides)
 
 
