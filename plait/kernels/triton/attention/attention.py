@@ -99,13 +99,13 @@ def _join_softmaxes(largest, top):
 @triton.jit
 def join_splits(
     largest, sums, acc, part, part_sums, counters, slot, own, tile, tiles, splits, seq, kv, there, d,
-    S: tl.constexpr, KVH: tl.constexpr, BM: tl.constexpr, DP: tl.constexpr,
+    S: tl.constexpr, KVH: tl.constexpr, BM: tl.constexpr, DP: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
     """(whether these are the rows' results, sums, values): of an item that is a split, leave its softmax as a
     partial result; the last of a tile joins all of them in the order of positions.
 
     largest, sums: [BM], acc: [BM, DP]. slot: of the sequence's first partial result, -1 if items walk splits;
-    own: the item's number in its sequence.
+    own: the item's number in its sequence. MIXED: columns of the values are mixed afterwards.
     """
     is_whole = slot < 0
     if slot >= 0:
@@ -118,22 +118,36 @@ def join_splits(
         is_whole = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1
         if is_whole:
             tl.store(counter, 0)
-            largest = tl.full([BM], -float("inf"), tl.float32)
-            sums = tl.zeros([BM], tl.float32)
-            acc = tl.zeros([BM, DP], tl.float32)
-            for s in range(splits):
-                at = slot + (s + tl.zeros([], tl.int32)) * tiles + tile
-                line = (at.to(tl.int64) * KVH + kv) * BM + tl.arange(0, BM)
-                top = tl.load(part_sums + line * 2, mask=there, other=0.0, cache_modifier=".cg")
-                mass = tl.load(part_sums + line * 2 + 1, mask=there, other=1.0, cache_modifier=".cg")
-                values = tl.load(
-                    part + line[:, None] * DP + d[None, :], mask=there[:, None], other=0.0,
-                    cache_modifier=".cg",
-                )  # fmt: skip
-                largest, before, now = _join_softmaxes(largest, top)
-                sums = sums * before + mass * now
-                acc = acc * before[:, None] + values * now[:, None]
+            if not MIXED:
+                sums, acc = _join_parts(part, part_sums, slot, tile, tiles, splits, kv, there, d, KVH, BM, DP)
+    # Triton 3.9 does not compile a mixture of what one branch inside another returns.
+    if MIXED:
+        if is_whole & (slot >= 0):
+            sums, acc = _join_parts(part, part_sums, slot, tile, tiles, splits, kv, there, d, KVH, BM, DP)
     return is_whole, sums, acc
+
+
+@triton.jit
+def _join_parts(
+    part, part_sums, slot, tile, tiles, splits, kv, there, d,
+    KVH: tl.constexpr, BM: tl.constexpr, DP: tl.constexpr,
+):  # fmt: skip
+    """(sums [BM], values [BM, DP]) of all partial results of a tile."""
+    largest = tl.full([BM], -float("inf"), tl.float32)
+    sums = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, DP], tl.float32)
+    for s in range(splits):
+        at = slot + (s + tl.zeros([], tl.int32)) * tiles + tile
+        line = (at.to(tl.int64) * KVH + kv) * BM + tl.arange(0, BM)
+        top = tl.load(part_sums + line * 2, mask=there, other=0.0, cache_modifier=".cg")
+        mass = tl.load(part_sums + line * 2 + 1, mask=there, other=1.0, cache_modifier=".cg")
+        values = tl.load(
+            part + line[:, None] * DP + d[None, :], mask=there[:, None], other=0.0, cache_modifier=".cg"
+        )
+        largest, before, now = _join_softmaxes(largest, top)
+        sums = sums * before + mass * now
+        acc = acc * before[:, None] + values * now[:, None]
+    return sums, acc
 
 
 @triton.jit(do_not_specialize=["num_seqs", "capacity"])
@@ -301,7 +315,7 @@ def attend(
             place = (first_row + token).to(tl.int64)
         is_whole, sums, acc = join_splits(
             largest, sums, acc, part, part_sums, counters, slot, own, tile, tiles, splits, seq, kv, there, d,
-            S, KVH, BM, DP,
+            S, KVH, BM, DP, MIXED=STAGES > 0,
         )  # fmt: skip
         if is_whole:
             sums = tl.where(there, sums, 1.0)  # a row that is not there may see no key

@@ -151,7 +151,7 @@ def attend_relative(
             acc = acc * before[:, None] + values * now[:, None]
         is_whole, sums, acc = join_splits(
             largest, sums, acc, part, part_sums, counters, slot, own, tile, tiles, splits, seq, kv, there, d,
-            S, KVH, BM, DP,
+            S, KVH, BM, DP, MIXED=False,
         )  # fmt: skip
         if is_whole:
             sums = tl.where(there, sums, 1.0)  # a row that is not there sees no key
