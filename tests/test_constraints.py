@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 # What the tests compare with, and their tools, demand newer versions of these.
 NEWER = {"click", "huggingface-hub", "regex", "safetensors", "tokenizers"}
-EXTRAS = ("cuda", "hub", "otel", "store", "kv-events", "bench")
+EXTRAS = ("server", "cuda", "hub", "otel", "store", "kv-events", "bench")
 
 
 def read_pins(name: str) -> dict[str, str]:

@@ -125,7 +125,7 @@ def test_what_cannot_be_written_at_the_end_is_an_exit_code() -> None:
         (("juggle",), "there is no command 'juggle'"),
         (("generate", "model", "Once upon"), "argument (Once upon); give it with --prompt"),
         (("decode", "model", "1,2"), "argument (1,2); give it with --ids"),
-        (("generate", "--model", "m", "--temprature", "1"), "--temprature"),
+        (("generate", "--model", "m", "--temprature", "1"), "No such option '--temprature'"),
         (("generate", "--prompt", "x"), "name a model with --model"),
         (("serve",), "name a model with --model"),
         (("generate", "--model", "m", "--device", "tpu"), "'tpu' is not one of"),
@@ -139,7 +139,11 @@ def test_wrong_usage_is_one_line_and_exit_2(plait: Run, arguments: tuple[str, ..
     assert result.code == 2
     assert result.err.startswith("plait: ")
     assert result.err.count("\n") == 1
-    assert message in result.err
+    old, new = (
+        "No such option: --temprature",
+        "No such option '--temprature'",
+    )  # of click 8.1, and of later ones
+    assert message in result.err.replace(old, new)
 
 
 @pytest.mark.parametrize(
