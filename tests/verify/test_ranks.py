@@ -16,6 +16,7 @@ from plait.config import EngineConfig
 from plait.loading.build import load
 from plait.verify import ranks
 from plait.verify.ranks import RankCheck, check_ranks
+from tests.families import tiny
 
 NANO = str(Path(__file__).parents[2] / "examples" / "nano-hybrid")
 
@@ -37,7 +38,10 @@ def test_two_ranks_keep_what_is_promised(options: tuple[str, ...]) -> None:
         assert found["largest"] == 0.0
 
 
-def test_a_sum_that_is_wrong_on_ranks_is_found_by_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sum_that_is_wrong_on_ranks_is_found_by_its_layer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tiny.write("bamba", tmp_path)
     loads: list[Callable[..., object]] = []
 
     def load_wrong(model: str, config: EngineConfig, report: object) -> object:
@@ -59,10 +63,10 @@ def test_a_sum_that_is_wrong_on_ranks_is_found_by_its_layer(monkeypatch: pytest.
 
     monkeypatch.setattr(ranks, "load", load_wrong)
     config = EngineConfig(device="cpu", ops="reference", tensor_parallel_size=2, max_num_seqs=1)
-    found = check_ranks(NANO, config, max_tokens=2, prompts=["In the beginning"], say=lambda text: None)
+    found = check_ranks(str(tmp_path), config, max_tokens=2, prompts=[(5, 9, 2)], say=lambda text: None)
     assert not found.is_right
     assert found.place is not None
-    assert found.place.where == "layers.2.ffn"
+    assert found.place.where == "layers.1.ffn"
     assert "the sum over ranks" in str(found.place)
     assert "NOT as promised" in rank_lines(found)[-1]
 
