@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from plait.ops.activation import combine
 from plait.ops.case import Case
-from plait.ops.registry import Arguments, op
+from plait.ops.registry import Arguments, TensorFn, op
 
 CASES: list[Case] = [
     dict(tokens=1, streams=4, out=4, size=64),
@@ -31,6 +32,37 @@ def _mix_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     wide = torch.randn(case["tokens"], case["streams"], 2 * case["size"], dtype=dtype, device=device)
     rows = case["tokens"] if case["out"] == 4 else 1
     return (wide.chunk(2, -1)[0], torch.randn(rows, case["out"] * case["streams"], device=device)), {}
+
+
+@op(cases=CASES)
+def write_streams(x: Tensor, y: Tensor, written: Tensor, mixed: Tensor) -> Tensor:
+    """What mixes a token's streams and adds y, if added to them: Σ_j mixed[k, j] x[j] - x[k] + written[k] y.
+
+    x: [T, K, n], y: [T, n], written: [T, K], mixed: [T, K * K] (Xie et al. 2026); rows of all may lie apart
+    -> [T, K, n], dense.
+    """
+    wide = x.float()
+    moved = torch.einsum("tkj,tjn->tkn", mixed.float().unflatten(-1, (-1, x.shape[1])), wide) - wide
+    return (written.float()[..., None] * y.float()[:, None] + moved).to(x.dtype)
+
+
+@write_streams.replaces(mix_streams, combine, is_default=True)
+def _mix_then_add(
+    mix: TensorFn, combine: TensorFn, x: Tensor, y: Tensor, written: Tensor, mixed: Tensor
+) -> Tensor:
+    # What leaves the streams as they are: its sums are the streams themselves, bit for bit.
+    moved = combine(mix(x, mixed).flatten(1), x.flatten(1), -1.0)
+    return combine(mix(y[:, None], written).flatten(1), moved, 1.0).view(x.shape)
+
+
+@write_streams.inputs
+def _write_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
+    tokens, streams, size = case["tokens"], case["streams"], case["size"]
+    wide = torch.randn(tokens, (streams + 2) * size, dtype=dtype, device=device)
+    weights = torch.randn(tokens, 2 * streams + streams**2, device=device) / 2
+    _, written, mixed = weights.split([streams, streams, streams**2], -1)
+    x = wide[:, : streams * size].unflatten(-1, (streams, size))
+    return (x, wide[:, -size:], written, mixed), {}
 
 
 WEIGHED: list[dict[str, int]] = [
