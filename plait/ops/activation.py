@@ -147,7 +147,7 @@ def _gate_rows_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
 @op(cases=[*CASES[:3], dict(tokens=5, heads=3, size=24), dict(tokens=4, heads=3, size=40, each=True)])
 def scale_rows(x: Tensor, by: Tensor) -> Tensor:
     """x · by, one number for each row, or for each head of it. x: [T, n] or [T, heads, n], by: [T, 1] or
-    [T, heads] float32 -> x's shape, dense."""
+    [T, heads], float32 or as x -> x's shape, dense."""
     return (x * (by[..., None] if x.dim() == 3 else by)).to(x.dtype)
 
 

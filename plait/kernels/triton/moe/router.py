@@ -23,11 +23,12 @@ from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import KernelForm, with_float16, with_float32
 from plait.kernels.triton.maths import softplus
 from plait.ops.launch import launch
-from plait.ops.moe import look_up_experts, route, split_identities
+from plait.ops.moe import group_choice, look_up_experts, route, split_identities
 from plait.ops.registry import OpFacts
 from plait.spec.model import RouterSpec
 
 NAME = "triton"
+NUMBERS = 128  # of a program that computes each by itself
 MOST_EXPERTS = 1024  # padded; a program holds all scores in registers
 
 
@@ -154,6 +155,16 @@ def split_choice(weight, index, own_weight, own_index, rest, count, K: tl.conste
     tl.store(rest + token, tl.sum(tl.where(is_own, 0.0, found), 0))
 
 
+@triton.jit
+def group_numbers(weight, index, own_weight, own_index, size, scale, numbers, BLOCK: tl.constexpr):
+    """`group_choice` of so many numbers. Grid: (blocks of them,)."""
+    await_previous()
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = at < numbers
+    tl.store(own_weight + at, tl.load(weight + at, mask=there, other=0.0) * scale, mask=there)
+    tl.store(own_index + at, tl.load(index + at, mask=there, other=0) // size, mask=there)
+
+
 def _constants(count: int, top_k: int, router: RouterSpec, biased: bool, factored: bool) -> dict[str, object]:
     grouped = router.groups > 1
     size = count // router.groups
@@ -241,6 +252,16 @@ def split_in_one_launch(weight: Tensor, index: Tensor, count: int) -> tuple[Tens
     return *found, rest
 
 
+@group_choice.variant(NAME, on="cuda")
+def group_in_one_launch(weight: Tensor, index: Tensor, group: int, scale: float) -> tuple[Tensor, Tensor]:
+    """`group_choice`: the same arguments and results."""
+    weight, index = weight.contiguous(), index.contiguous()
+    found, count = (torch.empty_like(weight), torch.empty_like(index)), weight.numel()
+    grid = (triton.cdiv(count, NUMBERS),)
+    launch(group_numbers, grid, weight, index, *found, group, scale, count, BLOCK=NUMBERS, num_warps=1)
+    return found
+
+
 ROUTERS = {  # experts, k, router, biased
     "gemma 4 26b-a4b": (128, 8, RouterSpec(), False),  # the one with factors
     "qwen3 30b-a3b": (128, 8, RouterSpec(), False),
@@ -299,3 +320,5 @@ def forms() -> Iterator[KernelForm]:
     types |= {"own_weight": "fp32*", "own_index": "i64*", "rest": "fp32*"}
     sizes = {"K": 12, "KP": 16}
     yield KernelForm("split_choice, longcat-flash", split_choice, types, sizes, num_warps=1)
+    sizes = {"BLOCK": NUMBERS}
+    yield KernelForm("group_numbers, grove", group_numbers, types, sizes, num_warps=1)

@@ -119,6 +119,7 @@ KINDS: dict[str, tuple[str, int, int, dict[str, str]]] = {  # kind, width, rows 
     "mix_shift, zaya": ("mix_shift", 2048, 1, {"x": "fp32*", "z": "fp32*", "out": "fp32*"}),
     "scale_rows, talkie": ("scale_rows", 5120, 1, {"y": "fp32*", "y_outer": "i32"}),
     "scale_rows, heads": ("scale_rows", 128, 32, {"y": "fp32*", "y_outer": "i32", "y_inner": "i32"}),
+    "scale_rows, heads' gates": ("scale_rows", 128, 32, {"y_outer": "i32", "y_inner": "i32"}),
     "key_bias, doge": ("key_bias", 8, 1, {"y": "fp32*"}),
     "sigmoid_steps, kimi-k3": ("sigmoid_steps", 12288, 1, {"y": "fp32*", "z": "fp32*", "out": "fp32*"}),
 }
