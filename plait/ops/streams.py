@@ -9,6 +9,7 @@ from torch import Tensor
 from plait.ops.activation import combine
 from plait.ops.case import Case
 from plait.ops.registry import Arguments, TensorFn, op
+from plait.ops.wkv import mix_shift
 
 CASES: list[Case] = [
     dict(tokens=1, streams=4, out=4, size=64),
@@ -63,6 +64,44 @@ def _write_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     _, written, mixed = weights.split([streams, streams, streams**2], -1)
     x = wide[:, : streams * size].unflatten(-1, (streams, size))
     return (x, wide[:, -size:], written, mixed), {}
+
+
+@op(cases=[*CASES, dict(tokens=4, size=40, out=0)])
+def write_scaled(
+    x: Tensor, scale: Tensor, shift: Tensor, y: Tensor | None, y_scale: Tensor, y_shift: Tensor
+) -> Tensor:
+    """What makes a x + b + c y + d of x, once added to it (ZAYA): learned vectors are a, b, c, d.
+
+    x, y: [T, n], rows may lie apart, y None: nothing is added; the vectors: [n] -> [T, n] in their dtype.
+    """
+    total = shift + x * scale
+    return (total if y is None else total + (y_shift + y * y_scale)) - x
+
+
+@write_scaled.replaces(mix_shift, combine, is_default=True)
+def _shift_then_add(
+    mix: TensorFn,
+    combine: TensorFn,
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    y: Tensor | None,
+    y_scale: Tensor,
+    y_shift: Tensor,
+) -> Tensor:
+    total = mix(shift.expand(x.shape), x, scale.expand(x.shape))
+    if y is not None:
+        total = combine(total, mix(y_shift.expand(x.shape), y, y_scale.expand(x.shape)), 1.0)
+    return combine(total, x, -1.0)
+
+
+@write_scaled.inputs
+def _blend_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
+    size = case["size"]
+    wide = torch.randn(case["tokens"], 4 * size, dtype=dtype, device=device)
+    x, y = wide.split(size, -1)[::2]
+    scale, shift, y_scale, y_shift = torch.randn(4, size, device=device).unbind()
+    return (x, scale, shift, y if case["out"] else None, y_scale, y_shift), {}
 
 
 WEIGHED: list[dict[str, int]] = [

@@ -20,6 +20,7 @@ from plait.kernels.triton.pointwise.pointwise import count_pieces, piece_constan
 from plait.kernels.triton.row_views import view_rows
 from plait.ops.activation import key_bias, scale_rows, sigmoid_steps, xielu
 from plait.ops.launch import launch
+from plait.ops.streams import write_scaled
 from plait.ops.wkv import mix_shift
 
 NAME = "triton"
@@ -60,6 +61,26 @@ def bend_numbers(
                 tl.static_assert(KIND == "sigmoid_steps")
                 h = sigmoid(third * (h + other))
     tl.store(out + row * N + c, h.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def add_scaled(
+    x, scale, shift, y, y_scale, y_shift, out, x_row, y_row,
+    N: tl.constexpr, BLOCK: tl.constexpr, HAS_Y: tl.constexpr,
+):  # fmt: skip
+    """`write_scaled`: x, y [T, N], vectors [N] -> out [T, N]. Grid: (T, pieces)."""
+    await_previous()
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = c < N
+    h = tl.load(x + row * x_row + c, mask=there, other=0.0).to(tl.float32)
+    total = tl.load(shift + c, mask=there, other=0.0).to(tl.float32)
+    total += h * tl.load(scale + c, mask=there, other=0.0).to(tl.float32)
+    if HAS_Y:
+        other = tl.load(y + row * y_row + c, mask=there, other=0.0).to(tl.float32)
+        added = tl.load(y_shift + c, mask=there, other=0.0).to(tl.float32)
+        total += added + other * tl.load(y_scale + c, mask=there, other=0.0).to(tl.float32)
+    tl.store(out + row * N + c, (total - h).to(out.dtype.element_ty), mask=there)
 
 
 def _bend(
@@ -109,6 +130,21 @@ def bend_steps(dt: Tensor, bias: Tensor, rate: Tensor) -> Tensor:
     return _bend("sigmoid_steps", torch.float32, dt, bias.expand(dt.shape), rate.expand(dt.shape))
 
 
+@write_scaled.variant(NAME, on="cuda")
+def write_in_one_launch(
+    x: Tensor, scale: Tensor, shift: Tensor, y: Tensor | None, y_scale: Tensor, y_shift: Tensor
+) -> Tensor:
+    """`write_scaled`: the same arguments and result."""
+    rows, sizes = view_rows(x, x if y is None else y), piece_constants(x.shape[1])
+    out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, scale.dtype), device=x.device)
+    vectors = [vector.contiguous() for vector in (scale, shift, y_scale, y_shift)]
+    launch(
+        add_scaled, (rows.count, count_pieces(x.shape[1], sizes)), rows.tensors[0], *vectors[:2],
+        rows.tensors[1], *vectors[2:], out, rows.strides[0], rows.strides[2], **sizes, HAS_Y=y is not None,
+    )  # fmt: skip
+    return out
+
+
 TYPES = {
     "x": "bf16*", "y": "bf16*", "z": "bf16*", "out": "bf16*", "x_outer": "i32!", "x_inner": "i32!",
     "y_outer": "i32!", "y_inner": "i32!", "z_outer": "i32!", "z_inner": "i32!", "number": "fp32",
@@ -134,3 +170,9 @@ def forms() -> Iterator[KernelForm]:
         warps, types, demands = sizes.pop("num_warps"), TYPES | own, WIDE if width > 1000 else ()
         constants = {**sizes, "PER_OUTER": per_outer, "KIND": kind}
         yield KernelForm(f"bend_numbers, {name}", bend_numbers, types, constants, warps, demands=demands)
+    vectors = dict.fromkeys(("scale", "shift", "y_scale", "y_shift", "out"), "fp32*")
+    for name, has_y in (("zaya", True), ("zaya, x alone", False)):
+        sizes = piece_constants(2048)
+        warps, types = sizes.pop("num_warps"), TYPES | vectors | {"x_row": "i32!", "y_row": "i32!"}
+        named, constants = f"add_scaled, {name}", {**sizes, "HAS_Y": has_y}
+        yield KernelForm(named, add_scaled, types, constants, warps, demands=WIDE)
