@@ -19,6 +19,7 @@ from plait.kernels.triton.maths import one_minus_exp, sigmoid, softplus
 from plait.kernels.triton.pointwise.pointwise import count_pieces, piece_constants
 from plait.kernels.triton.row_views import view_rows
 from plait.ops.activation import key_bias, scale_rows, sigmoid_steps, xielu
+from plait.ops.altup import add_three
 from plait.ops.launch import launch
 from plait.ops.streams import write_scaled
 from plait.ops.wkv import mix_shift
@@ -57,6 +58,8 @@ def bend_numbers(
             third = tl.load(z + outer * z_outer + inner * z_inner + c, mask=there, other=0.0).to(tl.float32)
             if KIND == "mix_shift":
                 h = h + other * third
+            elif KIND == "add_three":
+                h = (h + other + third) * number
             else:
                 tl.static_assert(KIND == "sigmoid_steps")
                 h = sigmoid(third * (h + other))
@@ -118,6 +121,12 @@ def scale_whole_rows(x: Tensor, by: Tensor) -> Tensor:
     return _bend("scale_rows", x.dtype, x, factors)
 
 
+@add_three.variant(NAME, on="cuda")
+def add_three_rows(x: Tensor, y: Tensor, z: Tensor, scale: float) -> Tensor:
+    """`add_three`: the same arguments and result."""
+    return _bend("add_three", x.dtype, x, y, z, scale)
+
+
 @key_bias.variant(NAME, on="cuda")
 def bend_key_bias(x: Tensor, rate: Tensor, scale: float) -> Tensor:
     """`key_bias`: the same arguments and result."""
@@ -153,6 +162,7 @@ KINDS: dict[str, tuple[str, int, int, dict[str, str]]] = {  # kind, width, rows 
     "xielu, apertus": ("xielu", 21504, 1, {"y": "fp32*"}),
     "mix_shift, rwkv": ("mix_shift", 4096, 1, {}),
     "mix_shift, zaya": ("mix_shift", 2048, 1, {"x": "fp32*", "z": "fp32*", "out": "fp32*"}),
+    "add_three, gemma-3n": ("add_three", 2048, 1, {}),
     "scale_rows, talkie": ("scale_rows", 5120, 1, {"y": "fp32*", "y_outer": "i32"}),
     "scale_rows, heads": ("scale_rows", 128, 32, {"y": "fp32*", "y_outer": "i32", "y_inner": "i32"}),
     "scale_rows, heads' gates": ("scale_rows", 128, 32, {"y_outer": "i32", "y_inner": "i32"}),

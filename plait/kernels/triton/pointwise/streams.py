@@ -175,7 +175,7 @@ def weigh_in_lanes(
 ) -> Tensor:
     """`weigh_streams`: the same arguments and result."""
     tokens, size = logits.shape
-    logits = _pack_rows(logits)
+    logits = pack_rows(logits)
     out = torch.empty(tokens, size, dtype=torch.float32, device=logits.device)
     launch(
         weigh_tokens, (triton.cdiv(tokens, LANES),), logits, out, logits.stride(0), tokens, eps, magnitude,
@@ -197,13 +197,13 @@ def mix_in_pieces(x: Tensor, by: Tensor) -> Tensor:
 @write_streams.variant(NAME, on="cuda")
 def write_in_pieces(x: Tensor, y: Tensor, written: Tensor, mixed: Tensor) -> Tensor:
     """`write_streams`: the same arguments and result."""
-    return _mix(x, mixed, _pack_rows(y), _pack_rows(written))
+    return _mix(x, mixed, pack_rows(y), pack_rows(written))
 
 
 def _mix(x: Tensor, by: Tensor, y: Tensor | None = None, written: Tensor | None = None) -> Tensor:
-    x, by = _pack_rows(x), _pack_rows(by)
+    x, by = pack_rows(x), pack_rows(by)
     tokens, streams, width = x.shape
-    constants = _mix_constants(width, streams, by.shape[1] // streams)
+    constants = mix_constants(width, streams, by.shape[1] // streams)
     out = torch.empty(tokens, constants["K"], width, dtype=x.dtype, device=x.device)
     news = out if y is None else y
     factors = by if written is None else written
@@ -215,7 +215,8 @@ def _mix(x: Tensor, by: Tensor, y: Tensor | None = None, written: Tensor | None 
     return out
 
 
-def _mix_constants(width: int, streams: int, count: int) -> dict[str, int]:
+def mix_constants(width: int, streams: int, count: int) -> dict[str, int]:
+    """The constants of a piece of all streams; count: of results."""
     block = min(PIECE, triton.next_power_of_2(width))
     return {"N": width, "J": streams, "K": count, "BLOCK": block, "num_warps": max(block // 256, 1)}
 
@@ -223,7 +224,7 @@ def _mix_constants(width: int, streams: int, count: int) -> dict[str, int]:
 @match_size.variant(NAME, on="cuda", when=why_too_wide)
 def match_whole_rows(x: Tensor, like: Tensor, least: float) -> Tensor:
     """`match_size`: the same arguments and result."""
-    x, like = _pack_rows(x), _pack_rows(like)
+    x, like = pack_rows(x), pack_rows(like)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     launch(
         match_rows, (len(x),), x, like, out, x.stride(0), like.stride(0), least, **row_constants(x.shape[1])
@@ -234,13 +235,13 @@ def match_whole_rows(x: Tensor, like: Tensor, least: float) -> Tensor:
 @keep_largest.variant(NAME, on="cuda", when=why_too_wide)
 def keep_in_rows(x: Tensor, times: float) -> Tensor:
     """`keep_largest`: the same arguments and result."""
-    x = _pack_rows(x)
+    x = pack_rows(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     launch(keep_rows, (len(x),), x, out, x.stride(0), times, **row_constants(x.shape[1]))
     return out
 
 
-def _pack_rows(x: Tensor) -> Tensor:
+def pack_rows(x: Tensor) -> Tensor:
     """x, the numbers of a row next to each other."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
@@ -275,7 +276,7 @@ def forms() -> Iterator[KernelForm]:
         types = TYPES | {"out": "fp32*"}
         yield KernelForm(f"weigh_tokens, {name}", weigh_tokens, types, _weigh_constants(size, streams), 1)
     for name, (width, streams, count, kind, write) in MIXED.items():
-        constants = _mix_constants(width, streams, count) | {"WRITE": write}
+        constants = mix_constants(width, streams, count) | {"WRITE": write}
         warps, types = constants.pop("num_warps"), TYPES | {"by": kind, "out": "bf16*"}
         types |= {} if write else {"y": "bf16*", "written": kind}
         yield KernelForm(f"mix_rows, {name}", mix_rows, types, constants, warps, demands=wide)
