@@ -125,6 +125,13 @@ def key_bias(x: Tensor, rate: Tensor, scale: float) -> Tensor:
     return (scale * torch.exp(rate.float() * F.softplus(x.float()))).to(x.dtype)
 
 
+@key_bias.inputs
+def _key_bias_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
+    wide = torch.randn(case["tokens"], 4 * case["size"], dtype=dtype, device=device)
+    x, rate = wide.split(case["size"], -1)[::2]
+    return (2 * x, rate / 4, case["scale"]), {}  # no exponential is beyond what 16 bits hold
+
+
 @op(cases=CASES[:3])
 def gate_rows(x: Tensor, gate: Tensor) -> Tensor:
     """x · sigmoid(gate), one number for each row (Qwen2-MoE's shared expert). x: [T, n], gate: [T, 1]."""
@@ -140,7 +147,7 @@ def _gate_rows_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
 @op(cases=[*CASES[:3], dict(tokens=5, heads=3, size=24), dict(tokens=4, heads=3, size=40, each=True)])
 def scale_rows(x: Tensor, by: Tensor) -> Tensor:
     """x · by, one number for each row, or for each head of it. x: [T, n] or [T, heads, n], by: [T, 1] or
-    [T, heads] float32 -> x's shape, dense."""
+    [T, heads], float32 or as x -> x's shape, dense."""
     return (x * (by[..., None] if x.dim() == 3 else by)).to(x.dtype)
 
 

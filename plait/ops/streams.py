@@ -6,8 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from plait.ops.activation import combine
 from plait.ops.case import Case
-from plait.ops.registry import Arguments, op
+from plait.ops.registry import Arguments, TensorFn, op
+from plait.ops.wkv import mix_shift
 
 CASES: list[Case] = [
     dict(tokens=1, streams=4, out=4, size=64),
@@ -31,6 +33,75 @@ def _mix_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     wide = torch.randn(case["tokens"], case["streams"], 2 * case["size"], dtype=dtype, device=device)
     rows = case["tokens"] if case["out"] == 4 else 1
     return (wide.chunk(2, -1)[0], torch.randn(rows, case["out"] * case["streams"], device=device)), {}
+
+
+@op(cases=CASES)
+def write_streams(x: Tensor, y: Tensor, written: Tensor, mixed: Tensor) -> Tensor:
+    """What mixes a token's streams and adds y, if added to them: Σ_j mixed[k, j] x[j] - x[k] + written[k] y.
+
+    x: [T, K, n], y: [T, n], written: [T, K], mixed: [T, K * K] (Xie et al. 2026); rows of all may lie apart
+    -> [T, K, n], dense.
+    """
+    wide = x.float()
+    moved = torch.einsum("tkj,tjn->tkn", mixed.float().unflatten(-1, (-1, x.shape[1])), wide) - wide
+    return (written.float()[..., None] * y.float()[:, None] + moved).to(x.dtype)
+
+
+@write_streams.replaces(mix_streams, combine, is_default=True)
+def _mix_then_add(
+    mix: TensorFn, combine: TensorFn, x: Tensor, y: Tensor, written: Tensor, mixed: Tensor
+) -> Tensor:
+    # What leaves the streams as they are: its sums are the streams themselves, bit for bit.
+    moved = combine(mix(x, mixed).flatten(1), x.flatten(1), -1.0)
+    return combine(mix(y[:, None], written).flatten(1), moved, 1.0).view(x.shape)
+
+
+@write_streams.inputs
+def _write_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
+    tokens, streams, size = case["tokens"], case["streams"], case["size"]
+    wide = torch.randn(tokens, (streams + 2) * size, dtype=dtype, device=device)
+    weights = torch.randn(tokens, 2 * streams + streams**2, device=device) / 2
+    _, written, mixed = weights.split([streams, streams, streams**2], -1)
+    x = wide[:, : streams * size].unflatten(-1, (streams, size))
+    return (x, wide[:, -size:], written, mixed), {}
+
+
+@op(cases=[*CASES, dict(tokens=4, size=40, out=0)])
+def write_scaled(
+    x: Tensor, scale: Tensor, shift: Tensor, y: Tensor | None, y_scale: Tensor, y_shift: Tensor
+) -> Tensor:
+    """What makes a x + b + c y + d of x, once added to it (ZAYA): learned vectors are a, b, c, d.
+
+    x, y: [T, n], rows may lie apart, y None: nothing is added; the vectors: [n] -> [T, n] in their dtype.
+    """
+    total = shift + x * scale
+    return (total if y is None else total + (y_shift + y * y_scale)) - x
+
+
+@write_scaled.replaces(mix_shift, combine, is_default=True)
+def _shift_then_add(
+    mix: TensorFn,
+    combine: TensorFn,
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    y: Tensor | None,
+    y_scale: Tensor,
+    y_shift: Tensor,
+) -> Tensor:
+    total = mix(shift.expand(x.shape), x, scale.expand(x.shape))
+    if y is not None:
+        total = combine(total, mix(y_shift.expand(x.shape), y, y_scale.expand(x.shape)), 1.0)
+    return combine(total, x, -1.0)
+
+
+@write_scaled.inputs
+def _blend_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
+    size = case["size"]
+    wide = torch.randn(case["tokens"], 4 * size, dtype=dtype, device=device)
+    x, y = wide.split(size, -1)[::2]
+    scale, shift, y_scale, y_shift = torch.randn(4, size, device=device).unbind()
+    return (x, scale, shift, y if case["out"] else None, y_scale, y_shift), {}
 
 
 WEIGHED: list[dict[str, int]] = [

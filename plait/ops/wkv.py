@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plait.ops.case import RecurrentCase
-from plait.ops.conv import ragged_case
+from plait.ops.conv import causal_conv, ragged_case
 from plait.ops.elementwise import elementwise_op
-from plait.ops.registry import Arguments, op
+from plait.ops.registry import Arguments, TensorFn, op
 from plait.ops.ssm import SHORT_SEQS, States, walk_states
 
 LEAST = -1e38  # the exponent of a sum of nothing
@@ -21,6 +21,48 @@ UNIT_EPS = 1e-12  # a key of less length is not made longer
 def mix_shift(x: Tensor, change: Tensor, share: Tensor) -> Tensor:
     """x + share · change: how much of the last token a channel takes. All [T, n], rows may lie apart."""
     return x + change * share
+
+
+@op(
+    cases=[
+        dict(seqs=[(1, True)], channels=16, heads=6),
+        dict(seqs=[(1, True), (1, False), (12, True), (2, False)], channels=300, heads=2),
+    ]
+)
+def shift_rows(
+    x: Tensor,
+    taps: Tensor,
+    shares: Tensor,
+    tail: Tensor,
+    slots: Tensor,
+    query_start: Tensor,
+    has_history: Tensor,
+) -> tuple[Tensor, ...]:
+    """x + shares[i] · change for each i, the change a short convolution: token shift (Peng et al. 2023).
+
+    x: [T, n], taps: [n, 2], shares: [N, n], tail: [num_slots, 1, n] in place -> N of [T, n]. The rest as in
+    `causal_conv`.
+    """
+    change = causal_conv.reference(x, taps, None, tail, slots, query_start, has_history, None)
+    return tuple(mix_shift.reference(x, change, share.expand(len(x), -1)) for share in shares)
+
+
+@shift_rows.replaces(causal_conv, mix_shift, is_default=True)
+def _conv_then_shares(
+    conv: TensorFn, mix: TensorFn, x: Tensor, taps: Tensor, shares: Tensor, *where: Tensor
+) -> tuple[Tensor, ...]:
+    change = conv(x, taps, None, *where, None)
+    return tuple(mix(x, change, share.expand(len(x), -1)) for share in shares)
+
+
+@shift_rows.inputs
+def _shift_inputs(case: RecurrentCase, dtype: torch.dtype, device: str) -> Arguments:
+    slots, query_start, has_history, num_slots = ragged_case(case["seqs"], device)
+    n = case["channels"]
+    x = torch.randn(int(query_start[-1]), 2 * n, dtype=dtype, device=device).chunk(2, -1)[1]
+    taps = torch.tensor([1.0, -1.0], dtype=dtype, device=device).repeat(n, 1)
+    shares, tail = torch.rand(case["heads"], n, device=device), torch.randn(num_slots, 1, n, device=device)
+    return (x, taps, shares.to(dtype), tail.to(dtype), slots, query_start, has_history), {}
 
 
 @op(cases=[dict(seqs=[(1, True)], decodes=1, size=16), dict(seqs=SHORT_SEQS, decodes=2, size=37)])

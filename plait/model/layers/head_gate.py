@@ -23,7 +23,7 @@ class HeadGate:
         """out: [T, heads, d], x: [T, hidden] -> out's like."""
         by = self.linear(x)
         if self._sigmoid:
-            by = self._sigmoid(by, "sigmoid", False).float()
+            by = self._sigmoid(by, "sigmoid", False)
         else:
             by = self._softplus(by, None, 0.0, float("inf"))
         gated: Tensor = self._scale(out, by)

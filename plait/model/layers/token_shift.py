@@ -7,8 +7,7 @@ from torch import Tensor
 
 from plait.checkpoint.weights import Weights
 from plait.model.layers.layers import Batch
-from plait.ops.conv import causal_conv
-from plait.ops.wkv import mix_shift
+from plait.ops.wkv import shift_rows
 
 SHIFT = "shift"  # the last token, among a mixer's states
 
@@ -22,12 +21,12 @@ class TokenShift:
         hidden = w.target.hidden_size
         self.shape = (1, hidden), "model"
         kept = w.scope("shift")
-        self._shares = [kept.tensor(name, (hidden,)) for name in names]
+        self._shares = torch.stack([kept.tensor(name, (hidden,)) for name in names])
         self._taps = torch.tensor([1.0, -1.0], dtype=w.target.dtype, device=w.target.device).repeat(hidden, 1)
-        self._conv, self._mix = w.bind(causal_conv, channels=hidden, kernel=2), w.bind(mix_shift)
+        self._shift = w.bind(shift_rows, channels=hidden, kernel=2)
 
-    def __call__(self, x: Tensor, batch: Batch, state: dict[str, Tensor]) -> list[Tensor]:
+    def __call__(self, x: Tensor, batch: Batch, state: dict[str, Tensor]) -> tuple[Tensor, ...]:
         """x: [T, hidden] -> one [T, hidden] for each name."""
         where = (state[SHIFT], batch.state_slots, batch.query_start, batch.has_history)
-        change = self._conv(x, self._taps, None, *where, None)
-        return [self._mix(x, change, share.expand(len(x), -1)) for share in self._shares]
+        found: tuple[Tensor, ...] = self._shift(x, self._taps, self._shares, *where)
+        return found

@@ -12,8 +12,8 @@ from plait.memory import State
 from plait.model.layers.layers import Batch, Norm
 from plait.model.mixers.registry import MixerModule, build, describe, divide, mixer
 from plait.ops.activation import combine, rescale
+from plait.ops.altup import add_streams, add_three, correct_streams, predict_streams
 from plait.ops.ranks import sum_ranks
-from plait.ops.streams import mix_streams
 from plait.partition import Division, Rank
 from plait.spec.branches import AltUpSpec
 from plait.state.store import StateStore
@@ -51,7 +51,9 @@ class AltUpLayer:
         self.left = w.linear("laurel.left", in_size=whole, out_sizes=(s.rank,))
         self.right = w.linear("laurel.right", in_size=s.rank, out_sizes=(whole,))
         self.others = torch.tensor([[0.0] + [1.0] * (count - 1)], device=w.target.device)
-        self._combine, self._rescale, self._mix = w.bind(combine), w.bind(rescale), w.bind(mix_streams)
+        self._combine, self._rescale, self._add_three = w.bind(combine), w.bind(rescale), w.bind(add_three)
+        self._predict, self._correct = w.bind(predict_streams), w.bind(correct_streams)
+        self._add = w.bind(add_streams)
         self._ranks = (w.target.comm, w.target.dtype)
         self.states: dict[str, State] = {
             name: state for part in self.parts.values() for name, state in part.states.items()
@@ -60,16 +62,11 @@ class AltUpLayer:
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, streams * hidden] -> its like."""
         streams = x.unflatten(-1, (self.count, self.size))
-        moved = self._mix(streams, self.predict(self._route(x[:, : self.size])))
-        active = self._combine(x[:, : self.size], moved[:, 0], 1.0)
+        moved, active = self._predict(streams, self.predict(self._route(x[:, : self.size])))
         found = self._compute(active, batch, store)
-        news = self._combine(found, active, -1.0)
-        spread = self._mix(news[:, None], self.correct(self._route(found)))
-        first = self._combine(active, spread[:, 0], 1.0)
+        spread, first = self._correct(active, found, self.correct(self._route(found)))
         own = self.norms["own.post_norm"](self.parts["own"](first, batch, store))
-        added = self._mix(own[:, None], self.others)
-        total = self._combine(moved.flatten(1), spread.flatten(1), 1.0)
-        delta: Tensor = self._combine(total, added.flatten(1), 1.0)
+        delta: Tensor = self._add(moved, spread, own, self.others).flatten(1)
         return delta
 
     def _route(self, x: Tensor) -> Tensor:
@@ -83,8 +80,7 @@ class AltUpLayer:
         h = norms["attn.norm"](x)
         around = self._combine(h, norms["laurel.norm"](self.right(self.left(h))), 1.0)
         attended = norms["attn.post_norm"](self._part("attn", h, batch, store))
-        total = self._combine(self._combine(x, attended, 1.0), around, 1.0)
-        total = self._rescale(total, HALF, None)
+        total = self._add_three(x, attended, around, HALF)
         fed = norms["ffn.post_norm"](self._part("ffn", norms["ffn.norm"](total), batch, store))
         out: Tensor = self._combine(total, fed, 1.0)
         return out

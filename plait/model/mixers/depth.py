@@ -42,7 +42,8 @@ class DepthBranch:
         shape = (hidden,) if s.reads == 1 else (s.reads, hidden)
         scores = w.tensor("source", shape, torch.float32) if s.sources else None
         self.queries = None if scores is None else scores.view(s.reads, hidden)
-        self._mix, self._ranks = w.bind(mix_sources), (w.target.comm, w.target.dtype)
+        self._mix = w.bind(mix_sources, sources=s.sources + 1, reads=s.reads, size=hidden)
+        self._ranks = (w.target.comm, w.target.dtype)
         self._repeat = Repeat(s.reads, w) if s.reads > 1 and not s.sources else None
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:

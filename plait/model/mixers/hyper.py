@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from plait.checkpoint.weights import Weights
 from plait.model.layers.layers import Batch, Norm
 from plait.model.layers.streams import GatedRead, StreamWeights
 from plait.model.mixers.registry import INNER, build, describe, divide_inside, mixer
-from plait.ops.activation import activate, combine, rescale
+from plait.ops.activation import activate, rescale
 from plait.ops.ranks import sum_ranks
-from plait.ops.streams import mix_streams
+from plait.ops.streams import mix_streams, write_streams
 from plait.spec.branches import GatedBranchSpec, HyperBranchSpec
 from plait.state.store import StateStore
 
@@ -39,9 +38,7 @@ class HyperBranch:
         mixed = 0 if s.hyper.rounds is None else self.count * self.count
         self._weights = StreamWeights(s.hyper, w, 2 * self.count + mixed)
         self._parts = [self.count, self.count, *([mixed] if mixed else [])]
-        # What mixes streams is reduced by what leaves them as they are, because the output is added to them.
-        self._stay = torch.eye(self.count, device=w.target.device).flatten()[None] if mixed else None
-        self._mix, self._combine = w.bind(mix_streams), w.bind(combine)
+        self._mix, self._write = w.bind(mix_streams), w.bind(write_streams)
         self._ranks = (w.target.comm, w.target.dtype)
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
@@ -50,12 +47,9 @@ class HyperBranch:
         streams = x.unflatten(-1, (self.count, self.size))
         y = self.inner(self.norm(self._mix(streams, read)[:, 0]), batch, store)
         y = y if getattr(self.inner, "is_summed", False) else sum_ranks(y, *self._ranks)
-        delta: Tensor = self._mix(y[:, None], written).flatten(1)
-        if self._stay is None:
-            return delta
-        moved = self._combine(self._mix(streams, *mixed), self._mix(streams, self._stay), -1.0)
-        total: Tensor = self._combine(delta, moved.flatten(1), 1.0)
-        return total
+        delta = self._write(streams, y, written, *mixed) if mixed else self._mix(y[:, None], written)
+        added: Tensor = delta.flatten(1)
+        return added
 
 
 @mixer(GatedBranchSpec, _gated_words, divide_inside)

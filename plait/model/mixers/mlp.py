@@ -12,9 +12,9 @@ from plait.memory import State
 from plait.model.layers.inner_norm import InnerNorm
 from plait.model.layers.layers import Batch
 from plait.model.mixers.registry import mixer
-from plait.ops.activation import activate, multiply, xielu
+from plait.ops.activation import activate, xielu
+from plait.ops.altup import activate_largest
 from plait.ops.glu import glu
-from plait.ops.streams import keep_largest
 from plait.partition import Cut, Division, Rank, join_ranges, sum_of, width
 from plait.spec.model import MlpSpec
 from plait.state.store import StateStore
@@ -54,8 +54,8 @@ class Mlp:
             else w.bind(xielu)
         )
         self._glu = w.bind(glu, kind=s.activation, up=self.up) if s.gated and s.cutoff is None else None
-        self.is_summed, self._multiply = s.cutoff is not None, w.bind(multiply)
-        self._keep = w.bind(keep_largest) if s.cutoff is not None else None
+        self.is_summed, largest = s.cutoff is not None, {"size": s.size, "kind": s.activation}
+        self._keep = w.bind(activate_largest, **largest) if self.is_summed else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., hidden] -> [..., hidden]."""
@@ -63,8 +63,7 @@ class Mlp:
         if self._glu:
             h = self._glu(x, self.up, kind, self._activate)
         elif self._keep:
-            gate, up = self.up(x).chunk(2, -1)
-            h = self._multiply(self._activate(self._keep(gate, self.spec.cutoff), kind, False), up)
+            h = self._keep(self.up(x), self.spec.cutoff, kind)
         elif self._curve is not None:
             h = self._activate(self.up(x), self._curve)
         else:

@@ -9,9 +9,8 @@ from plait.checkpoint.weights import Weights
 from plait.memory import State
 from plait.model.layers.layers import Batch, Norm
 from plait.model.mixers.registry import INNER, build, describe, divide_inside, mixer
-from plait.ops.activation import combine
 from plait.ops.ranks import sum_ranks
-from plait.ops.wkv import mix_shift
+from plait.ops.streams import write_scaled
 from plait.spec.branches import ScaledSpec
 from plait.state.store import StateStore
 
@@ -35,20 +34,14 @@ class Scaled:
         self._vectors = [
             [w.scope(name).tensor(x, (hidden,), torch.float32) for x in ("scale", "shift")] for name in names
         ]
-        self._affine, self._combine = w.bind(mix_shift), w.bind(combine)
+        self._write = w.bind(write_scaled)
         self._ranks = (w.target.comm, w.target.dtype)
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden] -> [T, hidden]."""
-        total = self._scale(0, x)
+        y = None
         if self.inner:
             y = self.inner(self.norm(x) if self.norm else x, batch, store)
             y = y if getattr(self.inner, "is_summed", False) else sum_ranks(y, *self._ranks)
-            total = self._combine(total, self._scale(1, y), 1.0)
-        change: Tensor = self._combine(total, x, -1.0)
+        change: Tensor = self._write(x, *self._vectors[0], y, *self._vectors[-1])
         return change
-
-    def _scale(self, which: int, x: Tensor) -> Tensor:
-        scale, shift = (vector.expand(len(x), -1) for vector in self._vectors[which])
-        out: Tensor = self._affine(shift, x, scale)
-        return out

@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
-from plait.kernels.triton.ssm import conv
+from plait.kernels.triton.ssm import conv, dynamic_conv
 from plait.ops.conv import causal_conv
 from tests.kernels.triton.ragged import SLOTS, RecurrentLayer, Where, check_composition, check_cuts
 
@@ -27,6 +27,28 @@ def layer(tokens: int, channels: int, taps: int) -> RecurrentLayer:
 @pytest.mark.parametrize(("channels", "taps"), [(5, 2), pytest.param(300, 4, marks=pytest.mark.slow), (7, 5)])
 def test_cuts_of_a_prompt_change_no_bit(channels: int, taps: int) -> None:
     check_cuts(layer(21, channels, taps), [[1] * 21, [2, 1, 18], [9, 12], [20, 1]])
+
+
+def with_own_taps(tokens: int, channels: int, heads: int) -> RecurrentLayer:
+    """Each token has three taps: of every channel, or with heads of each of these."""
+    torch.manual_seed(4)
+    rows, fixed = (
+        (torch.randn(tokens, channels), torch.randn(tokens, 3 * (heads or channels))),
+        torch.randn(3, channels),
+    )
+
+    def run(rows: tuple[Tensor, ...], tail: Tensor, where: Where) -> Tensor:
+        if heads:
+            return dynamic_conv.convolve_heads(*rows, fixed, tail, *where, 0.4)
+        return dynamic_conv.convolve_by_own_taps(*rows, tail, *where)
+
+    return RecurrentLayer(rows, torch.randn(SLOTS, 2, channels), run)
+
+
+@pytest.mark.parametrize("heads", [0, 2])
+def test_cuts_and_batches_change_no_bit_of_rows_with_taps_of_their_own(heads: int) -> None:
+    check_cuts(with_own_taps(12, 6, heads), [[1] * 12, [2, 1, 9]])
+    check_composition(with_own_taps(12, 6, heads))
 
 
 def test_batch_composition_changes_no_bit() -> None:

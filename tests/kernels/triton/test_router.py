@@ -12,6 +12,7 @@ from plait.ops.moe import route
 from plait.spec.model import RouterSpec
 
 V3 = RouterSpec("sigmoid", True, 1e-20, 2.5, 4, 2, "top2")
+SPARSE = RouterSpec(renormalize=False, margin=0.02)  # Phi-3.5-MoE
 
 
 def test_of_equal_scores_the_lower_expert_is_chosen() -> None:
@@ -38,7 +39,7 @@ def test_more_experts_than_the_kept_groups_have_are_found_outside_of_them() -> N
     assert torch.equal(weight.isfinite(), torch.ones(1, 4, dtype=torch.bool))
 
 
-@pytest.mark.parametrize("router", [RouterSpec(), V3])
+@pytest.mark.parametrize("router", [RouterSpec(), V3, SPARSE])
 def test_nan_gives_nan_weights_and_experts_that_are_there(router: RouterSpec) -> None:
     logits = torch.randn(3, 12)
     logits[1] = float("nan")
@@ -51,7 +52,7 @@ def test_nan_gives_nan_weights_and_experts_that_are_there(router: RouterSpec) ->
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("router", [RouterSpec(), V3])
+@pytest.mark.parametrize("router", [RouterSpec(), V3, SPARSE])
 def test_a_token_alone_has_the_bits_that_it_has_in_a_batch(router: RouterSpec) -> None:
     logits, bias = torch.randn(5, 20), torch.randn(20)
     weight, index = route_in_one_launch(logits, bias, 3, router)

@@ -139,13 +139,14 @@ def join_numbers(
     tl.store(out + row * (N + M) + c, tl.where(c < N, h, more), mask=c < N + M)
 
 
-def _piece(width: int) -> dict[str, int]:
+def piece_constants(width: int) -> dict[str, int]:
     """The constants of a row: pieces of at most PIECE numbers, eight for a thread."""
     block = min(PIECE, triton.next_power_of_2(width))
     return {"N": width, "BLOCK": block, "num_warps": min(max(block // 256, 1), 4)}
 
 
-def _pieces(width: int, constants: dict[str, int]) -> int:
+def count_pieces(width: int, constants: dict[str, int]) -> int:
+    """Programs that a row is cut among."""
     return -(-width // constants["BLOCK"])
 
 
@@ -154,9 +155,9 @@ def activate_rows(x: Tensor, kind: str, gated: bool, dtype: torch.dtype | None =
     """`activate`: the same arguments and result. dtype: of the result, None: as x."""
     rows, width = view_rows(x), x.shape[-1] // (1 + gated)
     out = torch.empty(*x.shape[:-1], width, dtype=dtype or x.dtype, device=x.device)
-    sizes = _piece(width)
+    sizes = piece_constants(width)
     launch(
-        activate_numbers, (rows.count, _pieces(width, sizes)), *rows.tensors, out, *rows.strides,
+        activate_numbers, (rows.count, count_pieces(width, sizes)), *rows.tensors, out, *rows.strides,
         **sizes, PER_OUTER=rows.per_outer, KIND=kind, GATED=gated,
     )  # fmt: skip
     return out
@@ -180,10 +181,10 @@ def _combine_with(
     rows, width = view_rows(x, y if y is not None and is_like else x), x.shape[-1]
     out = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
     beside = rows.tensors[1] if y is None or is_like else y
-    sizes = _piece(width)
+    sizes = piece_constants(width)
     launch(
-        combine_numbers, (rows.count, _pieces(width, sizes)), rows.tensors[0], beside, out, *rows.strides,
-        first, second, **sizes, PER_OUTER=rows.per_outer, KIND=kind, HAS_Y=y is not None,
+        combine_numbers, (rows.count, count_pieces(width, sizes)), rows.tensors[0], beside, out,
+        *rows.strides, first, second, **sizes, PER_OUTER=rows.per_outer, KIND=kind, HAS_Y=y is not None,
     )  # fmt: skip
     return out
 
@@ -232,9 +233,9 @@ def compute_step_sizes(dt: Tensor, bias: Tensor | None, low: float, high: float)
 
 def _take(x: Tensor, index: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
     width = x.shape[-1]
-    out, sizes = torch.empty(len(index), width, dtype=dtype, device=x.device), _piece(width)
+    out, sizes = torch.empty(len(index), width, dtype=dtype, device=x.device), piece_constants(width)
     launch(
-        take_numbers, (len(index), _pieces(width, sizes)), x, index, out, x.stride(0), scale,
+        take_numbers, (len(index), count_pieces(width, sizes)), x, index, out, x.stride(0), scale,
         **sizes, SCALED=scale != 1.0,
     )  # fmt: skip
     return out
@@ -262,9 +263,9 @@ def embed_plain(token_ids: Tensor, table: Dense, scale: float, dtype: torch.dtyp
 def join_rows(a: Tensor, b: Tensor) -> Tensor:
     """`join`: the same arguments and result."""
     rows, (n, m) = view_rows(a, b), (a.shape[-1], b.shape[-1])
-    out, sizes = torch.empty(*a.shape[:-1], n + m, dtype=a.dtype, device=a.device), _piece(n + m)
+    out, sizes = torch.empty(*a.shape[:-1], n + m, dtype=a.dtype, device=a.device), piece_constants(n + m)
     launch(
-        join_numbers, (rows.count, _pieces(n + m, sizes)), *rows.tensors, out, *rows.strides,
+        join_numbers, (rows.count, count_pieces(n + m, sizes)), *rows.tensors, out, *rows.strides,
         **sizes | {"N": n}, M=m, PER_OUTER=rows.per_outer,
     )  # fmt: skip
     return out
@@ -297,17 +298,19 @@ def forms() -> Iterator[KernelForm]:
     flat: dict[str, int] = {"PER_OUTER": 1}
     for gated, kinds in ((True, KINDS), (False, ACTIVATIONS)):
         for kind in sorted(kinds):
-            sizes = _piece(14336) | flat | {"KIND": kind, "GATED": gated}
+            sizes = piece_constants(14336) | flat | {"KIND": kind, "GATED": gated}
             named = f"activate_numbers, {kind}" + ("" if gated else " without gate")
             yield _form(named, activate_numbers, sizes)
     for kind in ("multiply", "combine", "gate", "rescale", "softcap", "clip"):
-        sizes = _piece(4096) | flat | {"KIND": kind, "HAS_Y": kind not in ("rescale", "softcap", "clip")}
+        sizes = (
+            piece_constants(4096) | flat | {"KIND": kind, "HAS_Y": kind not in ("rescale", "softcap", "clip")}
+        )
         yield _form(f"combine_numbers, {kind}", combine_numbers, sizes)
     yield from _list_mixed(flat)
-    sizes = _piece(2048) | flat | {"KIND": "gate_rows", "HAS_Y": True}
+    sizes = piece_constants(2048) | flat | {"KIND": "gate_rows", "HAS_Y": True}
     yield _form("combine_numbers, gate_rows", combine_numbers, sizes, NUMBERS | {"y_outer": "i32"})
     for name, bias in (("step_sizes", {"y": "fp32*"}), ("step_sizes without bias", {})):
-        sizes = _piece(128) | flat | {"KIND": "step_sizes", "HAS_Y": bool(bias)}
+        sizes = piece_constants(128) | flat | {"KIND": "step_sizes", "HAS_Y": bool(bias)}
         types = {**NUMBERS, **bias, "out": "fp32*"}
         yield _form(f"combine_numbers, {name}", combine_numbers, sizes, types, wide=False)
     for name, scaled, own in (
@@ -316,19 +319,19 @@ def forms() -> Iterator[KernelForm]:
         ("embed, float32 table", False, {"x": "fp32*"}),
         ("embed, scaled, float32 table", True, {"x": "fp32*"}),
     ):
-        piece = _piece(4096) | {"SCALED": scaled}
+        piece = piece_constants(4096) | {"SCALED": scaled}
         yield _form(f"take_numbers, {name}", take_numbers, piece, {**NUMBERS, **own})
-    yield _form("join_numbers, 512 + 64", join_numbers, _piece(576) | flat | {"N": 512, "M": 64})
+    yield _form("join_numbers, 512 + 64", join_numbers, piece_constants(576) | flat | {"N": 512, "M": 64})
 
 
 def _list_mixed(flat: dict[str, int]) -> Iterator[KernelForm]:
     """Sums of a residual in float32 and what a model in 16 bits adds, and the other way round; and an
     activation of what experts with adapters keep in float32."""
-    wide = _piece(768) | flat | {"KIND": "silu", "GATED": True}
+    wide = piece_constants(768) | flat | {"KIND": "silu", "GATED": True}
     yield _form(
         "activate_numbers, silu, float32 to bfloat16", activate_numbers, wide, NUMBERS | {"x": "fp32*"}
     )
-    sizes = _piece(4096) | flat | {"KIND": "combine", "HAS_Y": True}
+    sizes = piece_constants(4096) | flat | {"KIND": "combine", "HAS_Y": True}
     for name, own in (
         ("float32 + bfloat16", {"x": "fp32*", "out": "fp32*"}),
         ("bfloat16 + float32", {"y": "fp32*"}),

@@ -36,6 +36,34 @@ MOST_PROGRAMS = 1024  # of a block of channels: they share the tiles of all sequ
 
 
 @triton.jit
+def read_input(
+    old, new, at, x_row, c, count, past,
+    C: tl.constexpr, OWN: tl.constexpr, K: tl.constexpr, MAYBE: tl.constexpr,
+):  # fmt: skip
+    """A sequence's input `at` rows behind its first, 0 where there is none; MAYBE: it may be in the tail.
+
+    old, new: where channels c of OWN begin, in the tail's oldest entry (of C numbers) and in the first row.
+    """
+    value = tl.load(new + at * x_row, mask=c < tl.where((at >= 0) & (at < count), OWN, 0), other=0.0)
+    if MAYBE:
+        kept = tl.load(old + (at + (K - 1)) * C, mask=c < tl.where((at < 0) & past, OWN, 0), other=0.0)
+        value = tl.where(at < 0, kept.to(value.dtype), value)
+    return value
+
+
+@triton.jit
+def move_tail(
+    old, new, x_row, c, count, past, C: tl.constexpr, OWN: tl.constexpr, K: tl.constexpr
+):  # fmt: skip
+    """The tail becomes the last K-1 inputs; see `read_input`."""
+    for j in tl.static_range(K - 1):
+        at = count + (j - (K - 1))  # an entry moves towards the front, where nothing reads it again
+        value = tl.load(new + at * x_row, mask=c < tl.where(at >= 0, OWN, 0), other=0.0)
+        kept = tl.load(old + (at + (K - 1)) * C, mask=c < tl.where((at < 0) & past, OWN, 0), other=0.0)
+        tl.store(old + j * C, tl.where(at < 0, kept, value.to(kept.dtype)), mask=c < OWN)
+
+
+@triton.jit
 def convolve(
     x, weight, bias, tail, slots, query_start, has_history, y, x_row,
     C: tl.constexpr, K: tl.constexpr, W_CHANNEL: tl.constexpr, W_TAP: tl.constexpr,
@@ -57,11 +85,7 @@ def convolve(
         tile = start + tl.zeros([], tl.int64)
         values = ()
         for j in tl.static_range(BT + K - 1):
-            at = tile + (j - (K - 1))
-            value = tl.load(new + at * x_row, mask=c < tl.where((at >= 0) & (at < count), C, 0), other=0.0)
-            if j < K - 1:
-                kept = tl.load(old + (at + (K - 1)) * C, mask=c < tl.where((at < 0) & past, C, 0), other=0.0)
-                value = tl.where(at < 0, kept.to(x.dtype.element_ty), value)
+            value = read_input(old, new, tile + (j - (K - 1)), x_row, c, count, past, C, C, K, j < K - 1)
             values += (value,)  # type: ignore[assignment]
         for j in tl.static_range(BT):
             acc = tl.zeros([BC], tl.float32)
@@ -75,13 +99,7 @@ def convolve(
             to = y + (begin + tile + j) * C + c
             tl.store(to, acc.to(y.dtype.element_ty), mask=c < tl.where(tile + j < count, C, 0))
     if first == 0:
-        for j in tl.static_range(K - 1):
-            at = count + (j - (K - 1))  # an entry moves towards the front, where nothing reads it again
-            value = tl.load(new + at * x_row, mask=c < tl.where(at >= 0, C, 0), other=0.0).to(
-                tail.dtype.element_ty
-            )
-            kept = tl.load(old + (at + (K - 1)) * C, mask=c < tl.where((at < 0) & past, C, 0), other=0.0)
-            tl.store(old + j * C, tl.where(at < 0, kept, value), mask=ok)
+        move_tail(old, new, x_row, c, count, past, C, C, K)
 
 
 def tile_constants(weight: Tensor, one_each: bool) -> dict[str, int]:
