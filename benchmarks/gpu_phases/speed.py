@@ -30,6 +30,13 @@ def _decodes(count: int, **sizes: Any) -> Case:
     return {"seqs": [(1, True)] * count, "decodes": count, **sizes}
 
 
+def _indexed(seqs: Sequence[int], latent: Case) -> Iterator[tuple[str, Case]]:
+    """Of DeepSeek-V3.2, for few sequences: the first call has all tokens of each, with a choice for each."""
+    sizes = dict(seqs=seqs, top_k=2048, decode=True)
+    yield "choose_keys", {**sizes, "heads": 64, "index_dim": 128}
+    yield "sparse_latent_attention", {**sizes, **latent}
+
+
 def speed_cases(bench: Bench) -> Iterator[tuple[str, Case]]:
     """(op, case); the short form has decodes of one and of 64 sequences."""
     counts = (1, 16, 64, 256) if bench.is_full else (1, 64)
@@ -48,6 +55,7 @@ def speed_cases(bench: Bench) -> Iterator[tuple[str, Case]]:
             yield "paged_attention", {"seqs": [length] * count, **heads, "decode": True}
             latent = dict(heads=16, kv_rank=512, rope_dim=64)
             yield "paged_latent_attention", {"seqs": [length] * count, **latent, "decode": True}
+            yield from _indexed([length] * min(count, 16), latent)
         yield "mamba2_scan", _decodes(count, heads=128, dim=64, state=128, groups=1)
         yield "gated_delta_scan", _decodes(count, heads=32, keys=16, key_dim=128, dim=128)
         yield "gated_mamba1_scan", _decodes(count, heads=64, dim=128, state=16, groups=1, normed=True)

@@ -75,8 +75,18 @@ def decode_step(op: str, args: Arguments) -> Arguments:
     return tuple(given)
 
 
-_TABLE_AT = {"paged_attention": 5, "paged_latent_attention": 3}  # block_table; slots and query_start follow
-_ROWS_AT = {"paged_attention": (0, 1, 2), "paged_latent_attention": (0, 1)}
+_TABLE_AT = {  # block_table; slots and query_start follow
+    "paged_attention": 5,
+    "paged_latent_attention": 3,
+    "choose_keys": 4,
+    "sparse_latent_attention": 4,
+}
+_ROWS_AT = {
+    "paged_attention": (0, 1, 2),
+    "paged_latent_attention": (0, 1),
+    "choose_keys": (0, 1, 2),
+    "sparse_latent_attention": (0, 1, 3),
+}
 
 
 def _linear(case: Case, args: Arguments) -> Work:
@@ -87,8 +97,11 @@ def _linear(case: Case, args: Arguments) -> Work:
 
 
 def _pairs(case: Case) -> tuple[int, int]:
-    """(pairs of query and key, keys) of a causal case; a decode step asks once for each sequence."""
-    seqs, window = case["seqs"], case.get("window")
+    """(pairs of query and key, keys) of a causal case; a decode step asks once for each sequence.
+
+    Keys that an indexer chooses are a window by their count.
+    """
+    seqs, window = case["seqs"], case.get("window") or case.get("top_k")
     if case.get("decode"):
         seen = sum(min(n, window or n) for n in seqs)
         return seen, seen
@@ -111,6 +124,13 @@ def _latent(case: Case, args: Arguments) -> Work:
     return Work(moved, 2 * pairs * heads * (width + rank))
 
 
+def _choice(case: Case, args: Arguments) -> Work:
+    (pairs, keys), size = _pairs({**case, "top_k": None}), args[0].element_size()
+    heads, dim, rows = case["heads"], case["index_dim"], args[0].shape[0]
+    moved = keys * args[3][0, 0].nbytes + rows * (heads * (dim + 1) * size + 4 * case["top_k"])
+    return Work(moved, 2 * pairs * heads * (dim + 1))
+
+
 def _mamba2(case: Case, args: Arguments) -> Work:
     tokens, states = args[0].shape[0], len(case["seqs"])
     cells = case["heads"] * case["dim"] * case["state"]
@@ -129,6 +149,8 @@ _COUNTS: Mapping[str, Callable[[Case, Arguments], Work]] = {
     "linear": _linear,
     "paged_attention": _attention,
     "paged_latent_attention": _latent,
+    "sparse_latent_attention": _latent,
+    "choose_keys": _choice,
     "mamba2_scan": _mamba2,
     "gated_delta_scan": _delta,
 }
