@@ -23,7 +23,7 @@ from plait.kernels.triton.maths import sigmoid
 from plait.kernels.triton.pointwise.norm import EACH, why_too_wide
 from plait.ops.launch import launch
 from plait.ops.registry import OpFacts
-from plait.ops.streams import keep_largest, match_size, mix_streams, weigh_streams, write_streams
+from plait.ops.streams import keep_largest, match_size, mix_gated, mix_streams, weigh_streams, write_streams
 
 NAME = "triton"
 LANES = 32  # tokens of a program of one warp
@@ -139,6 +139,23 @@ def mix_rows(
 
 
 @triton.jit
+def mix_gated_rows(
+    x, by, factors, out, x_row, by_row, N: tl.constexpr, J: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """`mix_gated`: x, by [T, J · N], factors [J] -> out [T, N]. Grid: (T, pieces)."""
+    await_previous()
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = c < N
+    mixed = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(J):
+        h = tl.load(x + row * x_row + j * N + c, mask=there, other=0.0).to(tl.float32)
+        other = tl.load(by + row * by_row + j * N + c, mask=there, other=0.0).to(tl.float32)
+        mixed += h * sigmoid(other) * tl.load(factors + j).to(tl.float32)
+    tl.store(out + row * N + c, mixed.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
 def match_rows(x, like, out, x_row, like_row, least, N: tl.constexpr, BLOCK: tl.constexpr):
     """out = x with the root mean square of `like`; x's own counts as √least at least. Grid: (T,)."""
     await_previous()
@@ -221,6 +238,18 @@ def mix_constants(width: int, streams: int, count: int) -> dict[str, int]:
     return {"N": width, "J": streams, "K": count, "BLOCK": block, "num_warps": max(block // 256, 1)}
 
 
+@mix_gated.variant(NAME, on="cuda")
+def mix_gated_in_pieces(x: Tensor, by: Tensor, factors: Tensor) -> Tensor:
+    """`mix_gated`: the same arguments and result."""
+    x, by, streams = pack_rows(x), pack_rows(by), factors.shape[1]
+    width = x.shape[1] // streams
+    sizes, out = mix_constants(width, streams, 1), x.new_empty(len(x), width)
+    del sizes["K"]
+    grid = len(x), triton.cdiv(width, sizes["BLOCK"])
+    launch(mix_gated_rows, grid, x, by, factors, out, x.stride(0), by.stride(0), **sizes)
+    return out
+
+
 @match_size.variant(NAME, on="cuda", when=why_too_wide)
 def match_whole_rows(x: Tensor, like: Tensor, least: float) -> Tensor:
     """`match_size`: the same arguments and result."""
@@ -280,6 +309,11 @@ def forms() -> Iterator[KernelForm]:
         warps, types = constants.pop("num_warps"), TYPES | {"by": kind, "out": "bf16*"}
         types |= {} if write else {"y": "bf16*", "written": kind}
         yield KernelForm(f"mix_rows, {name}", mix_rows, types, constants, warps, demands=wide)
+    constants = mix_constants(4096, 4, 1)
+    warps, types = constants.pop("num_warps"), TYPES | {"out": "bf16*", "factors": "fp32*"}
+    types |= {"by": "bf16*", "by_row": "i32!"}
+    constants.pop("K")
+    yield KernelForm("mix_gated_rows, qwen4-exp", mix_gated_rows, types, constants, warps, demands=wide)
     for name, kernel, width in (
         ("match_rows, gemma-3n", match_rows, 2048),
         ("keep_rows, gemma-3n", keep_rows, 16384),
