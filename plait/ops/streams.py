@@ -8,6 +8,7 @@ from torch import Tensor
 
 from plait.ops.activation import ACTIVATIONS, activate, combine, gate, rescale
 from plait.ops.case import Case
+from plait.ops.norm import rms_norm
 from plait.ops.registry import Arguments, TensorFn, op
 from plait.ops.wkv import mix_shift
 
@@ -33,6 +34,29 @@ def _mix_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     wide = torch.randn(case["tokens"], case["streams"], 2 * case["size"], dtype=dtype, device=device)
     rows = case["tokens"] if case["out"] == 4 else 1
     return (wide.chunk(2, -1)[0], torch.randn(rows, case["out"] * case["streams"], device=device)), {}
+
+
+@op(cases=[case for case in CASES if case["out"] == 4])
+def read_streams(x: Tensor, by: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The RMS norm of a sum of a token's streams, Σ_j by[j] x[j]: what a branch over streams reads.
+
+    x: [T, J, n], by: [T, J], rows of both may lie apart, weight: [n] float32 -> [T, n], dense.
+    """
+    found: Tensor = rms_norm.reference(mix_streams.reference(x, by)[:, 0], weight, eps)
+    return found
+
+
+@read_streams.replaces(mix_streams, rms_norm, is_default=True)
+def _mix_then_norm(
+    mix: TensorFn, norm: TensorFn, x: Tensor, by: Tensor, weight: Tensor, eps: float
+) -> Tensor:
+    return norm(mix(x, by)[:, 0], weight, eps)
+
+
+@read_streams.inputs
+def _read_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
+    (x, by), _ = _mix_inputs(case, dtype, device)
+    return (x, by[:, : case["streams"]], torch.randn(case["size"], device=device), 1e-5), {}
 
 
 @op(cases=CASES)
