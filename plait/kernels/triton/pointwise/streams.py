@@ -90,31 +90,31 @@ def weigh_tokens(
 
 @triton.jit
 def _divide_rows(matrix, eps, J: tl.constexpr):
-    """J · J numbers, each divided by the sum of its row + eps."""
+    """J · J numbers, each divided by the sum of its row + eps: one division for each row."""
     found = ()
     for i in tl.static_range(J):
         whole = matrix[i * J]
         for j in tl.static_range(1, J):
             whole += matrix[i * J + j]
-        whole += eps
+        share = 1.0 / (whole + eps)
         for j in tl.static_range(J):
-            found += (matrix[i * J + j] / whole,)  # type: ignore[assignment]
+            found += (matrix[i * J + j] * share,)  # type: ignore[assignment]
     return found
 
 
 @triton.jit
 def _divide_columns(matrix, eps, J: tl.constexpr):
     """J · J numbers, each divided by the sum of its column + eps."""
-    wholes = ()
+    shares = ()
     for j in tl.static_range(J):
         whole = matrix[j]
         for i in tl.static_range(1, J):
             whole += matrix[i * J + j]
-        wholes += (whole + eps,)  # type: ignore[assignment]
+        shares += (1.0 / (whole + eps),)  # type: ignore[assignment]
     found = ()
     for i in tl.static_range(J):
         for j in tl.static_range(J):
-            found += (matrix[i * J + j] / wholes[j],)  # type: ignore[assignment]
+            found += (matrix[i * J + j] * shares[j],)  # type: ignore[assignment]
     return found
 
 
