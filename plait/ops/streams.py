@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plait.ops.activation import combine
+from plait.ops.activation import ACTIVATIONS, activate, combine, gate, rescale
 from plait.ops.case import Case
+from plait.ops.norm import rms_norm
 from plait.ops.registry import Arguments, TensorFn, op
 from plait.ops.wkv import mix_shift
 
@@ -33,6 +34,29 @@ def _mix_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     wide = torch.randn(case["tokens"], case["streams"], 2 * case["size"], dtype=dtype, device=device)
     rows = case["tokens"] if case["out"] == 4 else 1
     return (wide.chunk(2, -1)[0], torch.randn(rows, case["out"] * case["streams"], device=device)), {}
+
+
+@op(cases=[case for case in CASES if case["out"] == 4])
+def read_streams(x: Tensor, by: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The RMS norm of a sum of a token's streams, Σ_j by[j] x[j]: what a branch over streams reads.
+
+    x: [T, J, n], by: [T, J], rows of both may lie apart, weight: [n] float32 -> [T, n], dense.
+    """
+    found: Tensor = rms_norm.reference(mix_streams.reference(x, by)[:, 0], weight, eps)
+    return found
+
+
+@read_streams.replaces(mix_streams, rms_norm, is_default=True)
+def _mix_then_norm(
+    mix: TensorFn, norm: TensorFn, x: Tensor, by: Tensor, weight: Tensor, eps: float
+) -> Tensor:
+    return norm(mix(x, by)[:, 0], weight, eps)
+
+
+@read_streams.inputs
+def _read_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
+    (x, by), _ = _mix_inputs(case, dtype, device)
+    return (x, by[:, : case["streams"]], torch.randn(case["size"], device=device), 1e-5), {}
 
 
 @op(cases=CASES)
@@ -216,3 +240,51 @@ def _sources_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
         case.get("normed", False),
         *sources,
     ), {}
+
+
+GATED: list[Case] = [
+    dict(tokens=1, size=64, kind="sigmoid", scale=0.25, out=2),
+    dict(tokens=9, size=100, kind="silu", scale=0.5, out=1),
+]
+
+
+@op(cases=GATED)
+def activate_scaled(x: Tensor, scale: float, kind: str, magnitude: float) -> Tensor:
+    """magnitude · activation(scale · x). x: [T, n], rows may lie apart -> [T, n]."""
+    return ACTIVATIONS[kind](x * scale) * magnitude
+
+
+@activate_scaled.replaces(rescale, activate, is_default=True)
+def _rescale_then_activate(
+    rescale: TensorFn, activate: TensorFn, x: Tensor, scale: float, kind: str, magnitude: float
+) -> Tensor:
+    found = activate(rescale(x, scale, None), kind, False)
+    return found if magnitude == 1.0 else rescale(found, magnitude, None)
+
+
+@activate_scaled.inputs
+def _activate_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
+    x = 3 * torch.randn(case["tokens"], 2 * case["size"], dtype=dtype, device=device)
+    return (x.chunk(2, -1)[1], case["scale"], case["kind"], float(case["out"])), {}
+
+
+@op(cases=CASES)
+def mix_gated(x: Tensor, by: Tensor, factors: Tensor) -> Tensor:
+    """A sum of gated streams: Σ_j factors[j] x[j] · sigmoid(by[j]), number by number (Qwen4-Exp).
+
+    x, by: [T, J · n], factors: [1, J] -> [T, n], dense.
+    """
+    gated = (x.float() * by.float().sigmoid()).unflatten(-1, (factors.shape[1], -1))
+    return torch.einsum("j,tjn->tn", factors[0], gated).to(x.dtype)
+
+
+@mix_gated.replaces(gate, mix_streams, is_default=True)
+def _gate_then_mix(gate: TensorFn, mix: TensorFn, x: Tensor, by: Tensor, factors: Tensor) -> Tensor:
+    return mix(gate(x, by).unflatten(-1, (factors.shape[1], -1)), factors)[:, 0]
+
+
+@mix_gated.inputs
+def _mix_gated_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
+    streams = case["streams"]
+    x, by = torch.randn(case["tokens"], 2 * streams * case["size"], dtype=dtype, device=device).chunk(2, -1)
+    return (x, by, torch.full((1, streams), 1.0 / streams, device=device)), {}

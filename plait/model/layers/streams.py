@@ -11,10 +11,10 @@ from torch import Tensor
 
 from plait.checkpoint.weights import Weights
 from plait.model.layers.layers import Norm
-from plait.ops.activation import activate, combine, gate, rescale
+from plait.ops.activation import combine, rescale
 from plait.ops.linear import Linear
 from plait.ops.rows import join
-from plait.ops.streams import match_size, mix_streams, weigh_streams
+from plait.ops.streams import activate_scaled, match_size, mix_gated, mix_streams, weigh_streams
 from plait.spec.model import HyperSpec, ModelSpec
 
 LEAST = 1e-5  # mean square of what is made as large as the first stream
@@ -86,7 +86,7 @@ class StreamWeights:
         self.spec, wide = s, s.count * w.target.hidden_size
         self._norm = Norm(s.norm, w.scope("weights_norm"), wide)
         self._linear = w.linear("weights", in_size=wide, out_sizes=(size,))
-        self._weigh = w.bind(weigh_streams)
+        self._weigh = w.bind(weigh_streams, streams=s.count)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [T, streams * hidden] -> [T, size] float32."""
@@ -141,15 +141,13 @@ class GatedRead:
         self._down = w.linear("down", in_size=wide, out_sizes=(s.rank,))
         self._up = w.linear("up", in_size=s.rank, out_sizes=(wide,))
         self._even = torch.full((1, s.count), 1.0 / s.count, device=w.target.device)
-        self._rescale, self._gate, self._mix = w.bind(rescale), w.bind(gate), w.bind(mix_streams)
-        self._activate = w.bind(activate, kind="silu", gated=False)
+        self._activate, self._mix = w.bind(activate_scaled, kind="silu"), w.bind(mix_gated)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x: [T, streams * hidden] -> (its streams, normed, and the mean [T, hidden])."""
         h = self._norm(x)
-        narrow = self._activate(self._rescale(self._down(h), 1.0 / self.count, None), "silu", False)
-        gated = self._gate(h, self._up(narrow)).unflatten(-1, (self.count, self.size))
-        return h, self._mix(gated, self._even)[:, 0]
+        narrow = self._activate(self._down(h), 1.0 / self.count, "silu", 1.0)
+        return h, self._mix(h, self._up(narrow), self._even)
 
 
 class GatedStreams:

@@ -8,9 +8,8 @@ from plait.checkpoint.weights import Weights
 from plait.model.layers.layers import Batch, Norm
 from plait.model.layers.streams import GatedRead, StreamWeights
 from plait.model.mixers.registry import INNER, build, describe, divide_inside, mixer
-from plait.ops.activation import activate, rescale
 from plait.ops.ranks import sum_ranks
-from plait.ops.streams import mix_streams, write_streams
+from plait.ops.streams import activate_scaled, mix_streams, read_streams, write_streams
 from plait.spec.branches import GatedBranchSpec, HyperBranchSpec
 from plait.state.store import StateStore
 
@@ -39,17 +38,25 @@ class HyperBranch:
         self._weights = StreamWeights(s.hyper, w, 2 * self.count + mixed)
         self._parts = [self.count, self.count, *([mixed] if mixed else [])]
         self._mix, self._write = w.bind(mix_streams), w.bind(write_streams)
+        self._read = w.bind(read_streams, size=self.size) if s.norm.kind == "rms" else None
         self._ranks = (w.target.comm, w.target.dtype)
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, streams * hidden] -> its like."""
         read, written, *mixed = self._weights(x).split(self._parts, -1)
         streams = x.unflatten(-1, (self.count, self.size))
-        y = self.inner(self.norm(self._mix(streams, read)[:, 0]), batch, store)
+        y = self.inner(self._read_streams(streams, read), batch, store)
         y = y if getattr(self.inner, "is_summed", False) else sum_ranks(y, *self._ranks)
         delta = self._write(streams, y, written, *mixed) if mixed else self._mix(y[:, None], written)
         added: Tensor = delta.flatten(1)
         return added
+
+    def _read_streams(self, streams: Tensor, by: Tensor) -> Tensor:
+        """One sum of them, normed."""
+        if self._read is None:
+            return self.norm(self._mix(streams, by)[:, 0])
+        found: Tensor = self._read(streams, by, self.norm.weight, self.norm.spec.eps)
+        return found
 
 
 @mixer(GatedBranchSpec, _gated_words, divide_inside)
@@ -64,15 +71,15 @@ class GatedBranch:
         self._written = w.linear(
             "written", in_size=self.count * w.target.hidden_size, out_sizes=(self.count,)
         )
-        self._activate = w.bind(activate, kind="sigmoid", gated=False)
-        self._rescale, self._mix, self._magnitude = w.bind(rescale), w.bind(mix_streams), s.hyper.magnitude
+        self._activate, self._mix = w.bind(activate_scaled, kind="sigmoid"), w.bind(mix_streams)
+        self._magnitude = s.hyper.magnitude
         self._ranks = (w.target.comm, w.target.dtype)
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, streams * hidden] -> its like."""
         normed, read = self._read(x)
-        by = self._activate(self._rescale(self._written(normed), 1.0 / self.count, None), "sigmoid", False)
+        by = self._activate(self._written(normed), 1.0 / self.count, "sigmoid", self._magnitude)
         y = self.inner(read, batch, store)
         y = y if getattr(self.inner, "is_summed", False) else sum_ranks(y, *self._ranks)
-        delta: Tensor = self._mix(y[:, None], self._rescale(by, self._magnitude, None)).flatten(1)
+        delta: Tensor = self._mix(y[:, None], by).flatten(1)
         return delta

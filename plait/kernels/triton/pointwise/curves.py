@@ -15,13 +15,14 @@ from torch import Tensor
 
 from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import KernelForm, with_float16, with_float32
-from plait.kernels.triton.maths import one_minus_exp, sigmoid, softplus
+from plait.kernels.triton.maths import apply_activation, one_minus_exp, sigmoid, softplus
 from plait.kernels.triton.pointwise.pointwise import count_pieces, piece_constants
 from plait.kernels.triton.row_views import view_rows
-from plait.ops.activation import key_bias, scale_rows, sigmoid_steps, xielu
+from plait.ops.activation import ACTIVATIONS, key_bias, scale_rows, sigmoid_steps, xielu
 from plait.ops.altup import add_three
 from plait.ops.launch import launch
-from plait.ops.streams import write_scaled
+from plait.ops.registry import OpFacts
+from plait.ops.streams import activate_scaled, write_scaled
 from plait.ops.wkv import mix_shift
 
 NAME = "triton"
@@ -63,6 +64,20 @@ def bend_numbers(
             else:
                 tl.static_assert(KIND == "sigmoid_steps")
                 h = sigmoid(third * (h + other))
+    tl.store(out + row * N + c, h.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def activate_rescaled(
+    x, out, x_row, scale, magnitude, N: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr
+):  # fmt: skip
+    """out = magnitude · KIND(scale · x), rows of N numbers. Grid: (rows, pieces)."""
+    await_previous()
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = c < N
+    h = tl.load(x + row * x_row + c, mask=there, other=0.0).to(tl.float32)
+    h = apply_activation(h * scale, KIND) * magnitude
     tl.store(out + row * N + c, h.to(out.dtype.element_ty), mask=there)
 
 
@@ -154,6 +169,21 @@ def write_in_one_launch(
     return out
 
 
+def _why_unknown(facts: OpFacts) -> str | None:
+    kind = facts.sizes.get("kind")
+    return None if kind in ACTIVATIONS else f"no kernel computes {kind}"
+
+
+@activate_scaled.variant(NAME, on="cuda", when=_why_unknown)
+def activate_in_pieces(x: Tensor, scale: float, kind: str, magnitude: float) -> Tensor:
+    """`activate_scaled`: the same arguments and result."""
+    rows, sizes = view_rows(x), piece_constants(x.shape[1])
+    out, grid = x.new_empty(x.shape), (rows.count, count_pieces(x.shape[1], sizes))
+    numbers = rows.strides[0], scale, magnitude
+    launch(activate_rescaled, grid, *rows.tensors, out, *numbers, KIND=kind, **sizes)
+    return out
+
+
 TYPES = {
     "x": "bf16*", "y": "bf16*", "z": "bf16*", "out": "bf16*", "x_outer": "i32!", "x_inner": "i32!",
     "y_outer": "i32!", "y_inner": "i32!", "z_outer": "i32!", "z_inner": "i32!", "number": "fp32",
@@ -186,3 +216,8 @@ def forms() -> Iterator[KernelForm]:
         warps, types = sizes.pop("num_warps"), TYPES | vectors | {"x_row": "i32!", "y_row": "i32!"}
         named, constants = f"add_scaled, {name}", {**sizes, "HAS_Y": has_y}
         yield KernelForm(named, add_scaled, types, constants, warps, demands=WIDE)
+    for kind, width in (("silu", 64), ("sigmoid", 4)):
+        sizes = piece_constants(width)
+        warps, types = sizes.pop("num_warps"), TYPES | {"scale": "fp32", "magnitude": "fp32"}
+        constants = {**sizes, "KIND": kind}
+        yield KernelForm(f"activate_rescaled, qwen4-exp, {kind}", activate_rescaled, types, constants, warps)

@@ -2,7 +2,8 @@
 
     weigh_tokens   a token for each lane: its matrix of streams is in the lane's registers, round after round
     mix_rows       a piece of all streams of one token, read once; of each result the streams in their order
-    match_rows     a row for each program, in one tile: its sums have the order of its width
+    read_rows      a row for each program, in one tile: its sums have the order of its width
+    match_rows     the same
     keep_rows      the same
 
 So the bits of a row depend on no other row and on no grid. Numbers are float32 and rounded once.
@@ -23,7 +24,15 @@ from plait.kernels.triton.maths import sigmoid
 from plait.kernels.triton.pointwise.norm import EACH, why_too_wide
 from plait.ops.launch import launch
 from plait.ops.registry import OpFacts
-from plait.ops.streams import keep_largest, match_size, mix_streams, weigh_streams, write_streams
+from plait.ops.streams import (
+    keep_largest,
+    match_size,
+    mix_gated,
+    mix_streams,
+    read_streams,
+    weigh_streams,
+    write_streams,
+)
 
 NAME = "triton"
 LANES = 32  # tokens of a program of one warp
@@ -81,31 +90,31 @@ def weigh_tokens(
 
 @triton.jit
 def _divide_rows(matrix, eps, J: tl.constexpr):
-    """J · J numbers, each divided by the sum of its row + eps."""
+    """J · J numbers, each divided by the sum of its row + eps: one division for each row."""
     found = ()
     for i in tl.static_range(J):
         whole = matrix[i * J]
         for j in tl.static_range(1, J):
             whole += matrix[i * J + j]
-        whole += eps
+        share = 1.0 / (whole + eps)
         for j in tl.static_range(J):
-            found += (matrix[i * J + j] / whole,)  # type: ignore[assignment]
+            found += (matrix[i * J + j] * share,)  # type: ignore[assignment]
     return found
 
 
 @triton.jit
 def _divide_columns(matrix, eps, J: tl.constexpr):
     """J · J numbers, each divided by the sum of its column + eps."""
-    wholes = ()
+    shares = ()
     for j in tl.static_range(J):
         whole = matrix[j]
         for i in tl.static_range(1, J):
             whole += matrix[i * J + j]
-        wholes += (whole + eps,)  # type: ignore[assignment]
+        shares += (1.0 / (whole + eps),)  # type: ignore[assignment]
     found = ()
     for i in tl.static_range(J):
         for j in tl.static_range(J):
-            found += (matrix[i * J + j] / wholes[j],)  # type: ignore[assignment]
+            found += (matrix[i * J + j] * shares[j],)  # type: ignore[assignment]
     return found
 
 
@@ -136,6 +145,40 @@ def mix_rows(
         if WRITE:
             mixed = news * tl.load(written + row * written_row + k).to(tl.float32) + (mixed - streams[k])
         tl.store(out + (row * K + k) * N + c, mixed.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def read_rows(
+    x, by, weight, out, x_row, x_stream, by_row, eps, N: tl.constexpr, J: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """`read_streams`: x [T, J, N], by [T, J], weight [N] -> out [T, N]. Grid: (T,)."""
+    await_previous()
+    row, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    there = c < N
+    mixed = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(J):
+        stream = tl.load(x + row * x_row + j * x_stream + c, mask=there, other=0.0).to(tl.float32)
+        mixed += stream * tl.load(by + row * by_row + j).to(tl.float32)
+    factors = tl.load(weight + c, mask=there, other=0.0).to(tl.float32)
+    mixed = mixed * tl.rsqrt(tl.sum(mixed * mixed, 0) / N + eps) * factors
+    tl.store(out + row * N + c, mixed.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def mix_gated_rows(
+    x, by, factors, out, x_row, by_row, N: tl.constexpr, J: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """`mix_gated`: x, by [T, J · N], factors [J] -> out [T, N]. Grid: (T, pieces)."""
+    await_previous()
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = c < N
+    mixed = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(J):
+        h = tl.load(x + row * x_row + j * N + c, mask=there, other=0.0).to(tl.float32)
+        other = tl.load(by + row * by_row + j * N + c, mask=there, other=0.0).to(tl.float32)
+        mixed += h * sigmoid(other) * tl.load(factors + j).to(tl.float32)
+    tl.store(out + row * N + c, mixed.to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit
@@ -221,6 +264,28 @@ def mix_constants(width: int, streams: int, count: int) -> dict[str, int]:
     return {"N": width, "J": streams, "K": count, "BLOCK": block, "num_warps": max(block // 256, 1)}
 
 
+@read_streams.variant(NAME, on="cuda", when=why_too_wide)
+def read_in_rows(x: Tensor, by: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`read_streams`: the same arguments and result."""
+    x, by = pack_rows(x), pack_rows(by)
+    tokens, streams, width = x.shape
+    out, strides = x.new_empty(tokens, width), (x.stride(0), x.stride(1), by.stride(0))
+    launch(read_rows, (tokens,), x, by, weight, out, *strides, eps, J=streams, **row_constants(width))
+    return out
+
+
+@mix_gated.variant(NAME, on="cuda")
+def mix_gated_in_pieces(x: Tensor, by: Tensor, factors: Tensor) -> Tensor:
+    """`mix_gated`: the same arguments and result."""
+    x, by, streams = pack_rows(x), pack_rows(by), factors.shape[1]
+    width = x.shape[1] // streams
+    sizes, out = mix_constants(width, streams, 1), x.new_empty(len(x), width)
+    del sizes["K"]
+    grid = len(x), triton.cdiv(width, sizes["BLOCK"])
+    launch(mix_gated_rows, grid, x, by, factors, out, x.stride(0), by.stride(0), **sizes)
+    return out
+
+
 @match_size.variant(NAME, on="cuda", when=why_too_wide)
 def match_whole_rows(x: Tensor, like: Tensor, least: float) -> Tensor:
     """`match_size`: the same arguments and result."""
@@ -280,6 +345,14 @@ def forms() -> Iterator[KernelForm]:
         warps, types = constants.pop("num_warps"), TYPES | {"by": kind, "out": "bf16*"}
         types |= {} if write else {"y": "bf16*", "written": kind}
         yield KernelForm(f"mix_rows, {name}", mix_rows, types, constants, warps, demands=wide)
+    constants = mix_constants(4096, 4, 1)
+    warps, types = constants.pop("num_warps"), TYPES | {"out": "bf16*", "factors": "fp32*"}
+    types |= {"by": "bf16*", "by_row": "i32!"}
+    constants.pop("K")
+    yield KernelForm("mix_gated_rows, qwen4-exp", mix_gated_rows, types, constants, warps, demands=wide)
+    constants = row_constants(7168) | {"J": 4}
+    warps, types = constants.pop("num_warps"), TYPES | {"out": "bf16*", "weight": "fp32*"}
+    yield KernelForm("read_rows, deepseek-v4", read_rows, types, constants, warps, demands=wide)
     for name, kernel, width in (
         ("match_rows, gemma-3n", match_rows, 2048),
         ("keep_rows, gemma-3n", keep_rows, 16384),
