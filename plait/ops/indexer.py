@@ -35,7 +35,7 @@ CHOICES: list[dict[str, object]] = [
 ]
 
 
-@op(cases=CHOICES, private=("cache",))
+@op(cases=CHOICES, private=("cache",), is_product=True)
 def choose_keys(
     q: Tensor,
     weights: Tensor,
@@ -94,7 +94,7 @@ CASES: list[Case] = [
 ]
 
 
-@op(cases=CASES, private=("cache",))
+@op(cases=CASES, private=("cache",), is_product=True)
 def sparse_latent_attention(
     q: Tensor,
     latent: Tensor | None,

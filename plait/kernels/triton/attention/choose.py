@@ -150,15 +150,15 @@ def count_sequences(num_seqs: int) -> int:
 
 @triton.jit
 def load_index_keys(
-    cache, k, line, t, seen, past, first, k_row, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
-    NEW: tl.constexpr, like,
+    cache, k, line, t, seen, past, first, k_row, d, D: tl.constexpr, PAGE: tl.constexpr, NEW: tl.constexpr,
+    like,
 ):  # fmt: skip
-    """Keys at positions `t` of a sequence, [positions, DP], in the dtype that `like` points to.
+    """Columns `d` of keys at positions `t` of a sequence, [positions, columns], in the dtype of `like`.
 
     line: the sequence's row of the block table; past: how many positions are in the cache, those behind being
     rows `first`.. of k, which get the cache's precision. NEW: whether some of `t` are among these.
     """
-    d = tl.arange(0, DP)[None, :]
+    d = d[None, :]
     old = seen & (t < past) if NEW else seen
     block = tl.load(line + t // PAGE, mask=old, other=0).to(tl.int64)
     at = (block * PAGE + t % PAGE)[:, None] * D + d
