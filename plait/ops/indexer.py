@@ -91,6 +91,7 @@ CASES: list[Case] = [
     dict(seqs=[90, 3], heads=3, kv_rank=160, rope_dim=32, top_k=70, kv_dtype="int8"),
     dict(seqs=SEQS, heads=3, kv_rank=20, rope_dim=6, top_k=9, kv_dtype="int8"),
     dict(seqs=[90, 3], heads=19, kv_rank=34, rope_dim=6, top_k=70, sinks=True),
+    dict(seqs=SEQS, heads=3, kv_rank=24, rope_dim=0, top_k=5),
 ]
 
 

@@ -115,7 +115,7 @@ class Mla:
         """What places latents, if that is one op, and what attends to them."""
         reader = sparse_latent_attention if self.indexer else paged_latent_attention
         sizes = {**sizes, "top_k": self.indexer.top_k} if self.indexer else sizes
-        if self.rope_norm:  # what places latents does not norm the shared key
+        if self.rope_norm or not self.spec.rope_dim:  # what places latents norms no shared key, and needs one
             return None, w.bind(reader, **sizes)
         return w.bind_pair(place_latent, reader, **sizes)
 

@@ -32,7 +32,17 @@ from plait.kernels.triton.attention.attention import (
 from plait.kernels.triton.attention.choose import count_sequences, find_sequence
 from plait.kernels.triton.attention.index_scores import why_coded
 from plait.kernels.triton.attention.layout import PagedLayout, why_too_large
-from plait.kernels.triton.attention.place import entry_places, place_all_heads, why_no_codes
+from plait.kernels.triton.attention.place import (
+    POINTERS as PLACED,
+)
+from plait.kernels.triton.attention.place import (
+    _entry_sizes,
+    _head_sizes,
+    entry_places,
+    place_all_heads,
+    place_head_rows,
+    why_no_codes,
+)
 from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import FLOAT16, FLOAT32, KernelForm, as_half
 from plait.kernels.triton.shared_memory import LEAST_SHARED, shared_limit
@@ -41,6 +51,7 @@ from plait.ops.block_sparse import block_sparse_attention
 from plait.ops.entry import latent_codes
 from plait.ops.indexer import sparse_latent_attention
 from plait.ops.launch import launch
+from plait.ops.place import HeadNorms, NormWeights, Rotation
 from plait.ops.registry import OpFacts
 
 NAME = "triton"
@@ -174,7 +185,7 @@ def _list_constants(
     found |= layout.attention(*caches, sinks, limit=limit)
     for name in ("S", "STEPS", "WINDOW", "SOFTCAP", "ALIBI", "STAGES"):
         del found[name]
-    return {**found, "SIZE": size, "SPLIT": SPLIT}
+    return {**found, "LATENT": caches[0] is caches[1], "SIZE": size, "SPLIT": SPLIT}
 
 
 def _attend_to(
@@ -227,6 +238,8 @@ def _fold_sizes(layout: PagedLayout) -> dict[str, int]:
 
 
 def _why_no_latents(facts: OpFacts) -> str | None:
+    if not facts.sizes.get("rope_dim") and facts.sizes.get("kv_dtype") == "int8":
+        return "it reads int8 latents with a rotated part alone"
     return why_no_codes(facts) or _why_mixed(facts) or why_too_large(facts)
 
 
@@ -304,6 +317,7 @@ SHAPES = {  # heads, kv_heads, dim, rest, keys of a block, sinks, codes
     "latents, 64 heads, sinks": (64, 1, 512, 64, 1, True, False),
     "latents, 128 heads int8": (128, 1, 512, 64, 1, False, True),
     "latents, 64 heads, sinks int8": (64, 1, 512, 64, 1, True, True),
+    "latents, 64 heads, none rotated": (64, 1, 512, 0, 1, False, False),
     "blocks, 64/4 d128": (64, 4, 128, 0, 128, False, False),
 }
 DTYPES = {  # of queries, and the types of what differs
@@ -323,8 +337,20 @@ def forms() -> Iterator[KernelForm]:
         *_, sinks, coded = shape
         for suffix, (dtype, types) in DTYPES.items():
             is_usual = not coded or (" over " not in suffix and suffix != FLOAT32)
-            if is_usual and (not sinks or suffix in ("", FLOAT32)):
+            if is_usual and (not (sinks or "none" in name) or suffix in ("", FLOAT32)):
                 yield from _attend_forms(f"attend_chosen, {name}", shape, suffix, dtype, types)
+    yield _place_form()
+
+
+def _place_form() -> KernelForm:
+    """Heads of a float16 model that keeps others as int8."""
+    numbers = torch.empty(128, device="meta")
+    norm, rotation = NormWeights(numbers, None, 1e-6, False), Rotation(numbers[:32], 1.0, False)
+    constants = _head_sizes(64, 4, 128, HeadNorms(norm, norm, "head"), rotation, coded=False)
+    constants |= _entry_sizes(None, (128, 128), 64)
+    types = as_half(PLACED) | dict.fromkeys(KEPT, "bf16*")
+    warps, name = constants.pop("num_warps"), "place_head_rows, 64/4 d128 head norm, float16 over bfloat16"
+    return KernelForm(name, place_head_rows, types, constants, warps)
 
 
 def _attend_forms(
@@ -336,7 +362,8 @@ def _attend_forms(
     width = codes.width if codes else dim + rest
     cache = torch.empty(1, 64, kv_heads, width, dtype=CACHES[given["k_cache"]], device="meta")
     layout = PagedLayout(heads, kv_heads, dim, rest, codes, None, None, dtype)
-    sizes = _list_constants(layout, (cache, cache), size, bool(sinks), LEAST_SHARED)
+    caches = cache, cache if size == 1 else cache.clone()
+    sizes = _list_constants(layout, caches, size, bool(sinks), LEAST_SHARED)
     warps, stages = sizes.pop("num_warps"), sizes.pop("num_stages")
     demands = () if dtype == torch.float32 else (("HMMA", "HGMMA"),)
     words = {"splits": True} | ({} if dtype == torch.float16 else {"all": False})
