@@ -32,31 +32,37 @@ from plait.kernels.triton.attention.attention import (
 from plait.kernels.triton.attention.choose import count_sequences, find_sequence
 from plait.kernels.triton.attention.index_scores import why_coded
 from plait.kernels.triton.attention.layout import PagedLayout, why_too_large
-from plait.kernels.triton.attention.place import (
-    POINTERS as PLACED,
-)
-from plait.kernels.triton.attention.place import (
-    _entry_sizes,
-    _head_sizes,
-    entry_places,
-    place_all_heads,
-    place_head_rows,
-    why_no_codes,
-)
+from plait.kernels.triton.attention.place import entry_places, place_all_heads, why_no_codes
 from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import FLOAT16, FLOAT32, KernelForm, as_half
 from plait.kernels.triton.shared_memory import LEAST_SHARED, shared_limit
 from plait.ops.attention import write_paged
 from plait.ops.block_sparse import block_sparse_attention
-from plait.ops.entry import latent_codes
+from plait.ops.entry import CODED, latent_codes
 from plait.ops.indexer import sparse_latent_attention
 from plait.ops.launch import launch
-from plait.ops.place import HeadNorms, NormWeights, Rotation
 from plait.ops.registry import OpFacts
 
 NAME = "triton"
 SPLIT = 256  # chosen keys that share a softmax
+PART: tl.constexpr = tl.constexpr(32)  # columns of float32 at a time
 FOLDED = 2  # heads of a program that adds splits
+
+
+@triton.jit
+def _score_parts(
+    q, at, there, cache, at_k, seen,
+    WIDTH: tl.constexpr, PART: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """q · k of float32 queries, [BM, BN], by some columns at a time: without matrix units a product has all
+    columns of its rows in registers."""
+    scores = tl.zeros([BM, BN], tl.float32)
+    for start in range(0, WIDTH, PART):
+        c = start + tl.arange(0, PART)[None, :]
+        own = tl.load(q + at[:, None] + c, mask=there[:, None] & (c < WIDTH), other=0.0)
+        k = tl.load(cache + at_k[:, None] + c, mask=seen[:, None] & (c < WIDTH), other=0.0)
+        scores = tl.dot(own, tl.trans(k.to(tl.float32)), scores, input_precision="ieee")
+    return scores
 
 
 @triton.jit(do_not_specialize=["num_seqs", "top_k"])
@@ -82,12 +88,14 @@ def attend_chosen(
     g, d, b = tile * BM + tl.arange(0, BM), tl.arange(0, DP), tl.arange(0, BN)
     there, head = g < G, kv * G + g
     at = row * q_row + head * q_head
-    own_q = tl.load(q + at[:, None] + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
-    if REST:
-        r = tl.arange(0, RESTP)
-        rest_q = tl.load(
-            q + at[:, None] + D + r[None, :], mask=there[:, None] & (r < REST)[None, :], other=0.0
-        )
+    kind: tl.constexpr = q.dtype.element_ty
+    if kind != tl.float32:
+        own_q = tl.load(q + at[:, None] + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
+        if REST:
+            r = tl.arange(0, RESTP)
+            rest_q = tl.load(
+                q + at[:, None] + D + r[None, :], mask=there[:, None] & (r < REST)[None, :], other=0.0
+            )
     first = tl.program_id(2)
     largest = tl.full([BM], -float("inf"), tl.float32)
     sums = tl.zeros([BM], tl.float32)
@@ -112,26 +120,29 @@ def attend_chosen(
             block = tl.load(line + t // PAGE, mask=seen, other=0).to(tl.int64)
             inside = t % PAGE * KVH + kv
             at_k, scales = entry_places(block, inside, D, REST, KW, PAGE * KVH, GROUP)
-            k = _load_entries(k_cache, k_words, at_k, scales, seen, d, D, DP, GROUP).to(own_q.dtype)
-            scores = tl.dot(own_q, tl.trans(k), input_precision="ieee")
-            if REST:
-                if GROUP:
-                    more = _load_rest(k_words, scales + (REST_AT - D) // 2, seen, r, REST)
-                else:
-                    more = _load_entries(k_cache, k_words, at_k + D, scales, seen, r, REST, RESTP, 0)
-                scores = tl.dot(rest_q, tl.trans(more.to(own_q.dtype)), scores, input_precision="ieee")
+            if kind == tl.float32:
+                scores = _score_parts(q, at, there, k_cache, at_k, seen, D + REST, PART, BM, BN)
+            else:
+                k = _load_entries(k_cache, k_words, at_k, scales, seen, d, D, DP, GROUP).to(kind)
+                scores = tl.dot(own_q, tl.trans(k), input_precision="ieee")
+                if REST:
+                    if GROUP:
+                        more = _load_rest(k_words, scales + (REST_AT - D) // 2, seen, r, REST)
+                    else:
+                        more = _load_entries(k_cache, k_words, at_k + D, scales, seen, r, REST, RESTP, 0)
+                    scores = tl.dot(rest_q, tl.trans(more.to(kind)), scores, input_precision="ieee")
             scores = tl.where(seen[None, :], scores * scale, -float("inf"))  # of base 2
             new = tl.maximum(top, tl.max(scores, 1))
             base = tl.where(new == -float("inf"), 0.0, new)
             p = tl.exp2(scores - base[:, None])
             old = tl.exp2(top - base)
             mass = mass * old + tl.sum(p, 1)
-            if LATENT:
+            if LATENT and kind != tl.float32:
                 v = k
             else:
                 at_v, _ = entry_places(block, inside, D, REST, VW, PAGE * KVH, 0)
-                v = _load_entries(v_cache, v_words, at_v, scales, seen, d, D, DP, 0).to(own_q.dtype)
-            values = tl.dot(p.to(own_q.dtype), v, values * old[:, None], input_precision="ieee")
+                v = _load_entries(v_cache, v_words, at_v, scales, seen, d, D, DP, 0).to(kind)
+            values = tl.dot(p.to(kind), v, values * old[:, None], input_precision="ieee")
             top = new
         largest, before, now = _join_softmaxes(largest, top)
         sums = sums * before + mass * now
@@ -248,11 +259,10 @@ def _why_no_heads(facts: OpFacts) -> str | None:
 
 
 def _why_mixed(facts: OpFacts) -> str | None:
-    """As compiled: what becomes float32 on its way spills, and float32 has no matrix units anyway."""
-    kept = str(facts.sizes.get("kv_dtype", "model"))
-    if facts.dtype != torch.float32 or kept in ("model", "float32"):
+    """Without matrix units keys are read in parts of their columns, and those of codes are not."""
+    if facts.dtype != torch.float32 or facts.sizes.get("kv_dtype") not in CODED:
         return None
-    return f"float32 queries over {kept} take more registers than a thread has"
+    return "it reads codes in bfloat16 and float16"
 
 
 @sparse_latent_attention.variant(NAME, on="cuda", when=_why_no_latents)
@@ -325,6 +335,7 @@ DTYPES = {  # of queries, and the types of what differs
     " over float32": (torch.bfloat16, dict.fromkeys(KEPT, "fp32*")),
     FLOAT32: (torch.float32, WIDE | dict.fromkeys(KEPT, "fp32*")),
     FLOAT16: (torch.float16, as_half(POINTERS)),
+    ", float32 over bfloat16": (torch.float32, WIDE),
     ", float16 over bfloat16": (torch.float16, dict.fromkeys(("q", "out"), "fp16*")),
     ", float16 over float32": (torch.float16, as_half(POINTERS) | dict.fromkeys(KEPT, "fp32*")),
 }
@@ -339,18 +350,6 @@ def forms() -> Iterator[KernelForm]:
             is_usual = not coded or (" over " not in suffix and suffix != FLOAT32)
             if is_usual and (not (sinks or "none" in name) or suffix in ("", FLOAT32)):
                 yield from _attend_forms(f"attend_chosen, {name}", shape, suffix, dtype, types)
-    yield _place_form()
-
-
-def _place_form() -> KernelForm:
-    """Heads of a float16 model that keeps others as int8."""
-    numbers = torch.empty(128, device="meta")
-    norm, rotation = NormWeights(numbers, None, 1e-6, False), Rotation(numbers[:32], 1.0, False)
-    constants = _head_sizes(64, 4, 128, HeadNorms(norm, norm, "head"), rotation, coded=False)
-    constants |= _entry_sizes(None, (128, 128), 64)
-    types = as_half(PLACED) | dict.fromkeys(KEPT, "bf16*")
-    warps, name = constants.pop("num_warps"), "place_head_rows, 64/4 d128 head norm, float16 over bfloat16"
-    return KernelForm(name, place_head_rows, types, constants, warps)
 
 
 def _attend_forms(

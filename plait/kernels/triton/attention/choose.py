@@ -6,10 +6,12 @@
 
 A row has one program. It searches for the threshold by the bits of float32, eight at a time: a histogram of
 the next eight bits of all numbers that share the bits known so far. A row that has as many numbers left as it
-needs is done. A last pass writes what is above the threshold, and of what equals it the first ones; where
-each goes follows from sums over all in front of it. Only integers are added, so nothing depends on tiles.
+needs is done. Of a long row only those numbers are searched that are near the threshold of a sample, which
+one pass lists; should the threshold not be among them, all are. A last pass writes what is above it, and of
+what equals it the first ones; where each goes follows from sums over all in front. Only integers are added,
+so nothing depends on tiles.
 
-`find_sequence`, `find_new_keys` and `load_index_keys` are for the kernels that make scores: the sequence of
+`find_sequence` and `load_index_keys` are for the kernels that make scores: the sequence of
 a row, and keys of a paged cache. A token's new key is not read from the cache, because another program of
 the same launch may not have stored it yet.
 """
@@ -33,6 +35,8 @@ LISTED = 8192  # numbers of a row that a search lists at most
 MOST_SCORES = 1 << 26  # in memory at a time; rows with more are scored in parts
 SHORT = 4096  # columns up to which a row has a small program
 PROGRAMS = 4  # of scores, for each that the device holds: those of short rows end early
+MANY: tl.constexpr = tl.constexpr(4)  # tiles up to which all numbers of a row are searched
+STAGES: tl.constexpr = tl.constexpr(4)  # of a pass over a row: tiles that are copied ahead, and one
 LONG_TILE, SHORT_TILE = {"TILE": 4096, "num_warps": 16}, {"TILE": 1024, "num_warps": 4}
 
 
@@ -48,12 +52,58 @@ def _order_bits(value):
 @triton.jit
 def _load_order(line, own, listed, i, size):
     """`_order_bits` of numbers i, of a row or of what was listed of it; some behind `size`, too."""
-    there = i < (size + 15) // 16 * 16  # so that loads are 16 bytes wide
+    there = _round_up(i, size)
     if listed:
         order = tl.load(own + i, mask=there, other=0)
     else:
         order = _order_bits(tl.load(line + i, mask=there, other=0.0))
     return order
+
+
+@triton.jit
+def _round_up(i, size):
+    """Whether there is memory for number i of so many: with this mask, loads are 16 bytes wide."""
+    return i < (size + 15) // 16 * 16
+
+
+@triton.jit
+def _find_bin(value, low, high, rate):
+    """Which of 256 equal steps from `low` to `high` numbers are in: the first or the last outside."""
+    near = tl.minimum(tl.maximum(value, low), high) - low
+    step = tl.where(value == value, near, high - low) * rate
+    return tl.minimum(step, 255.0).to(tl.int32)
+
+
+@triton.jit
+def _list_likely(line, own, end, need, LISTED: tl.constexpr, TILE: tl.constexpr):
+    """List the numbers of a long row that a sample of it leaves in doubt.
+
+    Returns (whether the last of the `need` largest is among them, how many there are, how many are larger).
+    """
+    at = tl.arange(0, TILE)
+    sample = tl.load(line + at * (end // TILE))
+    finite = tl.abs(sample) < float("inf")
+    low = tl.min(tl.where(finite, sample, 3e38), 0)
+    high = tl.max(tl.where(finite, sample, low), 0)
+    rate = tl.where(high > low, 255.0 / tl.where(high > low, high - low, 1.0), 0.0)
+    behind = tl.cumsum(tl.histogram(_find_bin(sample, low, high, rate), 256), 0, reverse=True)
+    share = need.to(tl.float32) * TILE / end.to(tl.float32)
+    doubt = 4.0 * tl.sqrt(share) + 8.0
+    first = tl.sum((behind >= tl.minimum(share + doubt, TILE).to(tl.int32)).to(tl.int32), 0) - 1
+    last = tl.sum((behind > tl.maximum(share - doubt, 0.0).to(tl.int32)).to(tl.int32), 0) - 1
+    filled, larger = tl.zeros([], tl.int32), tl.zeros([TILE], tl.int32)
+    for t in tl.range(0, end, TILE, num_stages=STAGES):
+        i = t + at
+        value = tl.load(line + i, mask=_round_up(i, end), other=0.0)
+        found = _find_bin(value, low, high, rate)
+        kept = (i < end) & (found >= first) & (found <= last)
+        larger += ((i < end) & (found > last)).to(tl.int32)
+        to = filled + tl.cumsum(kept.to(tl.int32), 0) - 1
+        tl.store(own + to, _order_bits(value), mask=kept & (to < LISTED))
+        filled += tl.sum(kept.to(tl.int32), 0)
+    tl.debug_barrier()  # threads read what others of this program wrote
+    above = tl.sum(larger, 0)
+    return (filled <= LISTED) & (above < need) & (need <= above + filled), filled, above
 
 
 @triton.jit
@@ -69,7 +119,12 @@ def choose_best(
     need, left, size = tl.minimum(end, top_k), end, end
     prefix, known = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     shift, listed = tl.full([], 24, tl.int32), end < 0
-    while (left > need) & (shift >= 0):
+    if (left > need) & (end > MANY * TILE):
+        listed, filled, above = _list_likely(line, own, end, need, LISTED, TILE)
+        if listed:
+            need, left, size = need - above, filled, filled
+    is_part = listed  # so that others may share the bits, and all bits have to be known
+    while ((left > need) | is_part) & (shift >= 0):
         counts = tl.zeros([256], tl.int32)
         for t in range(0, size, TILE):
             i = t + at
@@ -93,9 +148,9 @@ def choose_best(
             listed, size = end >= 0, left
     # Signed integers in the order of the unsigned ones; of those that equal the last, `need` are chosen.
     last, greater, equal = prefix ^ -0x80000000, tl.zeros([], tl.int32), tl.zeros([], tl.int32)
-    for t in range(0, end, TILE):
+    for t in tl.range(0, end, TILE, num_stages=STAGES):
         i = t + at
-        rank = _load_order(line, own, end < 0, i, end) ^ -0x80000000
+        rank = _order_bits(tl.load(line + i, mask=_round_up(i, end), other=0.0)) ^ -0x80000000
         above, same = (i < end) & (rank > last), (i < end) & (rank == last)
         both = tl.cumsum(above.to(tl.int32) + (same.to(tl.int32) << 16), 0)
         ties = equal + (both >> 16)

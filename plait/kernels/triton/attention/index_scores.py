@@ -38,9 +38,11 @@ from plait.ops.launch import launch
 from plait.ops.registry import OpFacts
 
 NAME = "triton"
-KEYS, BLOCK_KEYS = 64, 128  # of a tile
+KEYS = 64  # of a tile
 MOST_HEADS, MOST_COLUMNS = 64, 256  # of queries that a program keeps
 WIDE_KEYS, COLUMNS = 32, 32  # of float32, which has no matrix units: keys of a tile, columns at a time
+WARPS, STAGES = 4, 2
+BLOCK_REGISTERS = 255  # of a thread: left to itself, ptxas spills to have one block more on a processor
 PAIRS = 16  # (row, head) pairs of a tile, which matrix units have at least
 
 
@@ -262,7 +264,7 @@ def _key_sizes(heads: int, dim: int, page: int, dtype: torch.dtype) -> dict[str,
 def _block_sizes(heads: int, dim: int, page: int, size: int, dtype: torch.dtype) -> dict[str, int]:
     """Those of `score_blocks`, but for ROWS."""
     is_whole = dtype != torch.float32 and dim <= MOST_COLUMNS
-    keys = BLOCK_KEYS if is_whole else WIDE_KEYS
+    keys = KEYS if is_whole else WIDE_KEYS
     each = min(triton.next_power_of_2(size), keys)
     tile = {"SIZE": size, "EACH": each, "NB": keys // each, "BM": max(PAIRS, triton.next_power_of_2(heads))}
     return {**_columns(dim, is_whole), "H": heads, "PAGE": page, **tile}
@@ -300,7 +302,8 @@ def choose_best_keys(
         launch(
             score_keys, grid, q, weights, k, cache, block_table, slot_mapping, query_start, seq_lens, scores,
             ends, first, num_seqs, most, q.stride(0), q.stride(1), weights.stride(0), k.stride(0),
-            block_table.stride(0), scores.stride(0), **sizes,
+            block_table.stride(0), scores.stride(0), **sizes, num_warps=WARPS,
+            num_stages=STAGES,
         )  # fmt: skip
         choose_from(scores, ends, top_k, chosen[first : first + rows])
     return chosen
@@ -336,15 +339,11 @@ def choose_best_blocks(
         launch(
             score_blocks, grid, q, k, cache, block_table, slot_mapping, query_start, seq_lens, scores, ends,
             first, first + rows, num_seqs, most, local, q.stride(0), q.stride(1), k.stride(0),
-            block_table.stride(0), scores.stride(0), **sizes, **_options(q.dtype),
+            block_table.stride(0), scores.stride(0), **sizes, num_warps=WARPS,
+            num_stages=STAGES, maxnreg=BLOCK_REGISTERS,
         )  # fmt: skip
         choose_from(scores, ends, top_k, chosen[first : first + rows])
     return chosen
-
-
-def _options(dtype: torch.dtype) -> dict[str, int]:
-    """Of `score_blocks`: left to itself, ptxas spills to have one block more on a processor."""
-    return {"maxnreg": 255} if dtype == torch.float32 else {}
 
 
 def _allocate(rows: int, most: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -376,10 +375,13 @@ def forms() -> Iterator[KernelForm]:
         demands = (("HMMA", "HGMMA"),) if dtype != torch.float32 else ()
         for name, heads in HEADS.items():
             sizes = {"S": 64, **_key_sizes(heads, 128, 64, dtype)}
-            yield KernelForm(f"score_keys, {name}{suffix}", score_keys, types, sizes, demands=demands)
+            yield KernelForm(
+                f"score_keys, {name}{suffix}", score_keys, types, sizes, WARPS, STAGES, demands=demands
+            )  # fmt: skip
         for rows in (1, 4):
             sizes = {"S": 64, **_block_sizes(4, 128, 64, 128, dtype), "ROWS": rows}
             name = f"score_blocks, MiniMax-M3, {rows} rows{suffix}"
             yield KernelForm(
-                name, score_blocks, types, sizes, demands=demands, options=_options(dtype)
+                name, score_blocks, types, sizes, WARPS, STAGES, demands=demands,
+                options={"maxnreg": BLOCK_REGISTERS},
             )  # fmt: skip
