@@ -30,7 +30,7 @@ CAPS = {
     "engine": 2_670,
     "families": 18_200,
     "frontend": 1_680,
-    "kernels": 32_000,
+    "kernels": 34_000,
     "llm": 630,
     "loading": 6_640,
     "model": 5_380,

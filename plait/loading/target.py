@@ -54,6 +54,8 @@ MIXING = {
 APART = {
     *(("paged_attention", "triton"), ("paged_latent_attention", "triton")),
     *(("linear", "one form"), ("map_heads", "one form"), ("experts", "one form")),
+    *(("choose_keys", "triton"), ("sparse_latent_attention", "triton")),
+    *(("choose_blocks", "triton"), ("block_sparse_attention", "triton")),
     *(("add_stacked_low_rank", "triton"), ("add_expert_low_rank", "triton")),
 }
 

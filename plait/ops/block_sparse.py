@@ -35,7 +35,7 @@ CHOICES: list[Case] = [
 ]
 
 
-@op(cases=CHOICES, private=("cache",))
+@op(cases=CHOICES, private=("cache",), is_product=True)
 def choose_blocks(
     q: Tensor,
     k: Tensor,
@@ -88,11 +88,11 @@ CASES: list[Case] = [
 ]
 
 
-@op(cases=CASES, private=("k_cache", "v_cache"))
+@op(cases=CASES, private=("k_cache", "v_cache"), is_product=True)
 def block_sparse_attention(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     k_cache: Tensor,
     v_cache: Tensor,
     chosen: Tensor,
@@ -105,11 +105,13 @@ def block_sparse_attention(
 ) -> Tensor:
     """`paged_attention` of each key-value head over the blocks that `choose_blocks` gave it, up to the token.
 
-    chosen: [T, kv_heads, top_k] int32, NONE behind the last; -> [T, heads, d].
+    chosen: [T, kv_heads, top_k] int32, NONE behind the last; -> [T, heads, d]. `k` and `v` None:
+    `ops.place.place_heads` has stored them.
     """
     k_form, v_form = head_forms(q.shape[-1], k_cache.dtype)
-    write_paged(k_cache, k, slot_mapping, k_form)
-    write_paged(v_cache, v, slot_mapping, v_form)
+    if k is not None and v is not None:
+        write_paged(k_cache, k, slot_mapping, k_form)
+        write_paged(v_cache, v, slot_mapping, v_form)
     out = torch.empty_like(q)
     for s, rows, start, end in visible(q, (query_start, seq_lens), None, q.shape[1]):
         keys = read_paged(k_cache, block_table[s], start, end, k_form).float()

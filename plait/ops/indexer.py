@@ -35,7 +35,7 @@ CHOICES: list[dict[str, object]] = [
 ]
 
 
-@op(cases=CHOICES, private=("cache",))
+@op(cases=CHOICES, private=("cache",), is_product=True)
 def choose_keys(
     q: Tensor,
     weights: Tensor,
@@ -91,10 +91,11 @@ CASES: list[Case] = [
     dict(seqs=[90, 3], heads=3, kv_rank=160, rope_dim=32, top_k=70, kv_dtype="int8"),
     dict(seqs=SEQS, heads=3, kv_rank=20, rope_dim=6, top_k=9, kv_dtype="int8"),
     dict(seqs=[90, 3], heads=19, kv_rank=34, rope_dim=6, top_k=70, sinks=True),
+    dict(seqs=SEQS, heads=3, kv_rank=24, rope_dim=0, top_k=5),
 ]
 
 
-@op(cases=CASES, private=("cache",))
+@op(cases=CASES, private=("cache",), is_product=True)
 def sparse_latent_attention(
     q: Tensor,
     latent: Tensor | None,

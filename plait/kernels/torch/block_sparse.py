@@ -1,4 +1,4 @@
-"""Block-sparse attention on a GPU: decodes in shapes that no data decides.
+"""Block-sparse attention on a GPU that our own kernels do not serve: decodes in shapes that no data decides.
 
 So a step of decodes can be captured. Prompts go through the references, sequence by sequence.
 """
@@ -59,8 +59,8 @@ def choose(
 
 def attend(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     k_cache: Tensor,
     v_cache: Tensor,
     chosen: Tensor,
@@ -77,8 +77,9 @@ def attend(
         given = (q, k, v, k_cache, v_cache, chosen, *where)
         return block_sparse_attention.reference(*given, scale, size)  # type: ignore[no-any-return]
     forms = head_forms(q.shape[-1], k_cache.dtype)
-    write_paged(k_cache, k, slot_mapping, forms[0])
-    write_paged(v_cache, v, slot_mapping, forms[1])
+    if k is not None and v is not None:
+        write_paged(k_cache, k, slot_mapping, forms[0])
+        write_paged(v_cache, v, slot_mapping, forms[1])
     inside = torch.arange(size, device=q.device)
     places = (chosen.long()[..., None] * size + inside).flatten(2)  # [T, kv, keys], below 0 behind the last
     hidden = (places < 0) | (places >= seq_lens[:, None, None])

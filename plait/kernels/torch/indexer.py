@@ -1,4 +1,5 @@
-"""The indexer and what attends by its choice, on a GPU: decodes in shapes that no data decides.
+"""The indexer and what attends by its choice, on a GPU that our own kernels do not serve: decodes in shapes
+that no data decides.
 
 So a step of decodes can be captured. Prompts go through the references, sequence by sequence.
 """
@@ -72,7 +73,8 @@ def attend(
     form = latent_form(kv_rank, q.shape[-1] - kv_rank, cache.dtype)
     if latent is not None:
         write_paged(cache, latent, slot_mapping, form)
-    places, size = chosen.long().clamp(min=0), cache.shape[1]
+    size = cache.shape[1]
+    places = chosen.long().clamp(0, block_table.shape[1] * size - 1)
     places = block_table.gather(1, places // size) * size + places % size
     known = cache.view(-1, cache.shape[-1])[places]  # [T, top_k, width]
     known = form.decode(known) if form else known.float()

@@ -16,6 +16,7 @@ from plait.model.mixers.registry import mixer
 from plait.ops.activation import gate
 from plait.ops.block_sparse import block_sparse_attention, choose_blocks
 from plait.ops.entry import CODED, head_widths
+from plait.ops.place import HeadNorms, place_heads
 from plait.partition import Cut, Division, Rank, scale_range
 from plait.spec.sparse import BlockIndexSpec, BlockSparseSpec, MeanSparseSpec
 from plait.state.store import StateStore
@@ -91,8 +92,14 @@ class BlockSparseAttention:
         self.indexer = _build_indexer(s, w.scope("index"))
         # Its kernel reads no codes, and without it a reply's bits would depend on how its prompt was cut.
         kept = "bfloat16" if w.target.kv_dtype in CODED else w.target.kv_dtype
-        sizes = {"heads": s.num_heads, "kv_heads": s.num_kv_heads, "dim": s.head_dim, "kv_dtype": kept}
-        self._attend = w.bind(block_sparse_attention, **sizes, top_k=self.indexer.top_k)
+        sizes = dict(heads=s.num_heads, kv_heads=s.num_kv_heads, dim=s.head_dim, kv_dtype=kept)
+        sizes["top_k"] = self.indexer.top_k
+        self._place, self._attend = w.bind_pair(place_heads, block_sparse_attention, **sizes)
+        norms = self.q_norm and self.k_norm and (self.q_norm.weights, self.k_norm.weights)
+        self._norms = HeadNorms(*norms, s.qk_norm_over) if norms else None
+        self._turn = self.rope.rotation if self.rope else None
+        if self.q_norm and self.q_norm.is_gathered:
+            self._place = None  # what places heads reaches no other rank
         widths = zip("kv", head_widths(s.head_dim, kept), strict=True)
         entry = {name: (s.num_kv_heads, width) for name, width in widths}
         self.states: dict[str, State] = {self.name: PagedState(entry, dtype=kept), **self.indexer.states}
@@ -102,13 +109,16 @@ class BlockSparseAttention:
         s, cache, index = self.spec, store[self.name], batch.paged[group_name(None)]
         chosen = self.indexer(x, batch, store)
         q, k, v, *closing = self.qkv(x).unflatten(-1, (-1, s.head_dim)).split(self._parts, 1)
-        if self.q_norm and self.k_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if self.rope:
-            q, k = self.rope(q, batch.positions), self.rope(k, batch.positions)
         where = (index.block_table, index.slot_mapping, batch.query_start, batch.seq_lens)
-        out = self._attend(q, k, v, cache["k"], cache["v"], chosen, *where, s.scale, self.indexer.size)
-        out = out.flatten(1)
+        caches, how = (cache["k"], cache["v"]), (s.scale, self.indexer.size)
+        if self._place:
+            to = (*caches, index.slot_mapping, batch.positions)
+            q, k, v = self._place(q, k, v, *to, self._norms, self._turn), None, None
+        elif self.q_norm and self.k_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rope and k is not None:
+            q, k = self.rope(q, batch.positions), self.rope(k, batch.positions)
+        out = self._attend(q, k, v, *caches, chosen, *where, *how).flatten(1)
         return self.o(self._gate(out, closing[0].flatten(1)) if self._gate else out)
 
 

@@ -113,11 +113,11 @@ class Mla:
 
     def _bind(self, w: Weights, sizes: Mapping[str, object]) -> tuple[TensorFn | None, TensorFn]:
         """What places latents, if that is one op, and what attends to them."""
-        if self.indexer:
-            return None, w.bind(sparse_latent_attention, **sizes, top_k=self.indexer.top_k)
-        if self.rope_norm:  # what places latents does not norm the shared key
-            return None, w.bind(paged_latent_attention, **sizes)
-        return w.bind_pair(place_latent, paged_latent_attention, **sizes)
+        reader = sparse_latent_attention if self.indexer else paged_latent_attention
+        sizes = {**sizes, "top_k": self.indexer.top_k} if self.indexer else sizes
+        if self.rope_norm or not self.spec.rope_dim:  # what places latents norms no shared key, and needs one
+            return None, w.bind(reader, **sizes)
+        return w.bind_pair(place_latent, reader, **sizes)
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden] -> [T, hidden]."""
@@ -132,7 +132,8 @@ class Mla:
         latent, k_rope = self.kv_a(x).split([s.kv_rank, s.rope_dim], -1)
         q_nope = self._add_adapters(self._map_q(q_nope, self.k_up), q_nope, is_keys=True)
         cache, index = store[self.name]["latent"], batch.paged[group_name(s.window)]
-        seen: dict[str, object] = {"sinks": self.sinks, **({} if s.indexer else {"window": s.window})}
+        usual = {} if s.indexer else {"window": s.window, "step": batch.step if self._place else None}
+        seen: dict[str, object] = {"sinks": self.sinks, **usual}
         where = (index.block_table, index.slot_mapping, batch.query_start, batch.seq_lens)
         if self._place:
             norm, turn = (
@@ -141,7 +142,7 @@ class Mla:
             )
             to = (cache, index.slot_mapping, batch.positions)
             q = self._place(q_nope, q_rope, latent, k_rope, *to, norm, turn)
-            out = self._attend(q, None, cache, *where, s.scale, s.kv_rank, batch.step, **seen)
+            out = self._attend(q, None, cache, *chosen, *where, s.scale, s.kv_rank, **seen)
         else:
             latent = self.kv_norm(latent) if self.kv_norm else latent
             k_rope = self.rope_norm(k_rope) if self.rope_norm else k_rope

@@ -11,6 +11,7 @@ Codes (`ops.entry`) are written as bytes, their scales as words of 16 bits, wher
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 from plait.kernels.triton.attention.mix import count_stages, mix_columns
 from plait.kernels.triton.attention.rope import pair_columns, rotate_pairs
 from plait.kernels.triton.dependent_launch import await_previous
-from plait.kernels.triton.forms import KernelForm, with_float16, with_float32
+from plait.kernels.triton.forms import KernelForm, as_half, with_float16, with_float32
 from plait.ops.entry import Codes, key_codes, latent_codes, value_codes
 from plait.ops.launch import launch
 from plait.ops.place import HeadNorms, NormWeights, Rotation, place_heads, place_latent
@@ -530,10 +531,17 @@ SHAPES: dict[str, Shape] = {  # heads, kv_heads, dim, pairs, interleaved, norm o
 }
 
 
+def forms() -> Iterator[KernelForm]:
+    """Heads and latents of published sizes, and those of a float16 model that keeps others as int8."""
+    yield from _usual_forms()
+    usual = next(form for form in _usual_forms() if form.name == "place_head_rows, 32/8 d128 head norm")
+    kept = dict.fromkeys(("k_cache", "v_cache", "k_words", "v_words"), "bf16*")
+    yield replace(usual, name=f"{usual.name}, float16 over bfloat16", types=as_half(usual.types) | kept)
+
+
 @with_float16
 @with_float32
-def forms() -> Iterator[KernelForm]:
-    """Heads and latents of published sizes."""
+def _usual_forms() -> Iterator[KernelForm]:
 
     def norm(size: int, is_layer: bool = False, has_bias: bool = False) -> NormWeights:
         numbers = torch.empty(size, device="meta")
