@@ -30,7 +30,7 @@ CAPS = {
     "engine": 2_670,
     "families": 18_200,
     "frontend": 1_680,
-    "kernels": 30_800,
+    "kernels": 32_500,
     "llm": 630,
     "loading": 6_640,
     "model": 5_380,

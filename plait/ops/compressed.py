@@ -227,7 +227,7 @@ CASES: list[Case] = [
 ]
 
 
-@op(cases=CASES, private=("cache", "packed"))
+@op(cases=CASES, private=("cache", "packed"), is_product=True)
 def entry_attention(
     q: Tensor,
     latent: Tensor,

@@ -30,7 +30,7 @@ CASES: list[Case] = [
 ]
 
 
-@op(cases=CASES, private=("k_cache", "v_cache"))
+@op(cases=CASES, private=("k_cache", "v_cache"), is_product=True)
 def front_attention(
     q: Tensor,
     k: Tensor | None,
