@@ -128,7 +128,7 @@ CHOICES: list[Case] = [
 ]
 
 
-@op(cases=CHOICES, private=("cache",))
+@op(cases=CHOICES, private=("cache",), is_product=True)
 def choose_entries(
     q: Tensor,
     weights: Tensor,
