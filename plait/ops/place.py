@@ -18,6 +18,7 @@ from plait.ops.entry import head_forms, head_widths, latent_form, latent_width, 
 from plait.ops.norm import layer_norm, rms_norm
 from plait.ops.registry import Arguments, TensorFn, op
 from plait.ops.rope import rotate
+from plait.ops.rows import join
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -228,3 +229,50 @@ def _latent_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     positions = torch.randint(0, 500, (tokens,), device=device)
     cache = _cache(case, (3, ROWS // 3, width), dtype, device)
     return (q, q_rope, *latents, cache, slots, positions, norm, rotation), {}
+
+
+TURN_CASES: list[Case] = [
+    dict(tokens=1, heads=4, dim=24, pairs=4, is_last=True, has_norm=False, interleaved=True),
+    dict(tokens=5, heads=9, dim=40, pairs=8, is_last=True),
+    dict(tokens=3, heads=3, dim=20, pairs=6, is_layer=True, interleaved=True),
+    dict(tokens=2, heads=2, dim=16, pairs=8),
+]
+
+
+@op(cases=TURN_CASES)
+def turn_heads(
+    x: Tensor, positions: Tensor, norm: NormWeights | None, rotation: Rotation, is_last: bool
+) -> Tensor:
+    """Norm each head, then rotate its last numbers, or its first ones. x: [T, heads, d], positions: [T] ->
+    like x."""
+    parts = rms_norm.reference, layer_norm.reference, rotate.reference, join.reference
+    return _turn_heads(*parts, x, positions, norm, rotation, is_last)
+
+
+@turn_heads.replaces(rms_norm, layer_norm, rotate, join, is_default=True)
+def _turn_heads(
+    rms: TensorFn,
+    layer: TensorFn,
+    turn: TensorFn,
+    put: TensorFn,
+    x: Tensor,
+    positions: Tensor,
+    norm: NormWeights | None,
+    rotation: Rotation,
+    is_last: bool,
+) -> Tensor:
+    x = norm.apply(rms, layer, x) if norm else x
+    still = x.shape[-1] - 2 * len(rotation.inv_freq)
+    if not is_last or not still:
+        return rotation.apply(turn, x, positions)
+    return put(x[..., :still], rotation.apply(turn, x[..., still:], positions))
+
+
+@turn_heads.inputs
+def _turn_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
+    tokens, heads, dim = (case[name] for name in ("tokens", "heads", "dim"))
+    x = torch.randn(tokens, 2 * heads, dim, dtype=dtype, device=device)[:, heads:]
+    norm = _random_norm(dim, device, case.get("is_layer", False)) if case.get("has_norm", True) else None
+    rotation = _random_rotation(case["pairs"], case.get("interleaved", False), device)
+    positions = torch.randint(0, 500, (tokens,), device=device)
+    return (x, positions, norm, rotation, case.get("is_last", False)), {}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from plait.checkpoint.weights import Weights
 from plait.memory import PagedState, State, group_name
-from plait.model.layers.compressor import Compressor, EntryIndexer, LastRope
+from plait.model.layers.compressor import Compressor, EntryIndexer, TurnedHeads
 from plait.model.layers.layers import Batch, Norm, describe_rope
 from plait.model.mixers.registry import mixer
 from plait.ops.attention import paged_latent_attention
@@ -55,10 +55,11 @@ class CompressedAttention:
         self.q_a = w.linear("q_a", in_size=hidden, out_sizes=(s.q_rank,))
         self.q_a_norm = Norm(s.norm, w.scope("q_a_norm"), s.q_rank)
         self.q_b = w.linear("q_b", in_size=s.q_rank, out_sizes=(heads * d,))
-        self.q_norm = Norm(NormSpec(s.norm.eps, weight=False), w.scope("q_norm"), d)
+        q_norm = Norm(NormSpec(s.norm.eps, weight=False), w.scope("q_norm"), d)
         self.kv = w.linear("kv", in_size=hidden, out_sizes=(d,))
-        self.kv_norm = Norm(s.norm, w.scope("kv_norm"), d)
-        self.turn, self.turn_back = (LastRope(s.rope, d, w, back=back) for back in (False, True))
+        kv_norm = Norm(s.norm, w.scope("kv_norm"), d)
+        self.turn_q, self.turn_kv = (TurnedHeads(s.rope, d, w, norm) for norm in (q_norm, kv_norm))
+        self.turn_back = TurnedHeads(s.rope, d, w, back=True)
         wide = heads * d // s.groups
         rows = w.stored("o_a.weight", (s.groups * s.out_rank, wide))
         first: Tensor | HeadRows
@@ -89,8 +90,8 @@ class CompressedAttention:
         """x: [T, hidden] -> [T, hidden]."""
         s, at = self.spec, batch.positions
         raw = self.q_a_norm(self.q_a(x))
-        q = self.turn(self.q_norm(self.q_b(raw).unflatten(-1, (s.num_heads, s.head_dim))), at)
-        latent = self.turn(self.kv_norm(self.kv(x))[:, None], at)[:, 0]
+        q = self.turn_q(self.q_b(raw).unflatten(-1, (s.num_heads, s.head_dim)), at)
+        latent = self.turn_kv(self.kv(x)[:, None], at)[:, 0]
         out = self._read(x, raw, q, latent, batch, store)
         grouped = self.turn_back(out, at).flatten(1).unflatten(-1, (s.groups, -1))
         return self.o_b(self._map(grouped, self.o_a).flatten(1))
