@@ -1,6 +1,6 @@
 """Attention over a window of latents and over compressed entries (DeepSeek-V4): two launches.
 
-    place_entries   a token               its latent, and its entry if a window ends with it
+    store_entries   a token               its latent, and its entry if a window ends with it
     attend_entries  token × heads × part  a part of the keys that the token sees: latents, then entries
 
 A tile has BM heads of one token, which see the same keys; an indexer's choice is another one for each token.
@@ -15,7 +15,8 @@ Latents that are codes lie as `ops.entry` has them, entry by entry; entries are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 import triton
@@ -27,6 +28,7 @@ from plait.kernels.triton.attention.compressed.rows import (
     PART,
     add_keys,
     count_apart,
+    find_counters,
     find_row,
     row_size,
     rows_in_order,
@@ -45,19 +47,18 @@ HEADS = 16  # of a tile: matrix units multiply no fewer
 MOST_COLUMNS = 512  # of a tile
 
 
-@triton.jit(do_not_specialize=["num_seqs", "blocks"])
-def place_entries(
-    latent, entries, cache, words, packed, near_slots, far_slots, query_start, seq_lens, counters,
-    latent_row, entry_row, num_seqs, blocks,
+@triton.jit(do_not_specialize=["num_seqs"])
+def store_entries(
+    latent, entries, cache, words, packed, near_slots, far_slots, query_start, seq_lens,
+    latent_row, entry_row, num_seqs,
     S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, RATE: tl.constexpr, STEP: tl.constexpr,
-    WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCKSP: tl.constexpr,
+    WIDTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Store latents, and entries of tokens that end a window; counters [T, blocks]: zeros. Grid: (T,)."""
+    """Store latents, and entries of tokens that end a window. Grid: (T,)."""
     await_previous()
     token = tl.program_id(0)
     _, position = find_row(query_start, seq_lens, token, num_seqs, S)
-    d, row, b = tl.arange(0, DP)[None, :], token.to(tl.int64), tl.arange(0, BLOCKSP)
-    tl.store(counters + row * blocks + b, tl.zeros_like(b), mask=b < blocks)
+    d, row = tl.arange(0, DP)[None, :], token.to(tl.int64)
     slot = tl.load(near_slots + token).to(tl.int64)
     number = tl.load(latent + row * latent_row + d, mask=d < D, other=0.0)
     if GROUP:
@@ -176,14 +177,13 @@ def _constants(
     } | ({"maxnreg": 255} if dtype == torch.float32 else {})  # left to itself, ptxas spills
 
 
-def _place_sizes(constants: dict[str, int], blocks: int) -> dict[str, int]:
-    names = ("D", "DP", "WIDTH", "GROUP")
-    return {name: constants[name] for name in names} | {"BLOCKSP": triton.next_power_of_2(blocks)}
+def _store_sizes(constants: Mapping[str, int]) -> dict[str, int]:
+    return {name: constants[name] for name in ("D", "DP", "WIDTH", "GROUP")}
 
 
 def _attend(
     q: Tensor,
-    latent: Tensor,
+    latent: Tensor | None,
     entries: Tensor | None,
     caches: tuple[Tensor, Tensor],
     chosen: Tensor | None,
@@ -195,14 +195,14 @@ def _attend(
     sinks: Tensor | None,
     rate: int,
     step: int,
+    work: dict[object, Any] | None,
 ) -> Tensor:
     """Both launches. caches: of latents and of entries; seqs: (query_start, seq_lens); rate 0: no entries."""
     (tokens, heads, dim), (cache, packed), num_seqs = q.shape, caches, len(seqs[1])
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not tokens:
         return out
-    q, latent = rows_in_order(q), rows_in_order(latent)
-    entries = latent if entries is None else rows_in_order(entries)
+    q = rows_in_order(q)
     codes = latent_codes(dim, 0) if cache.dtype is torch.int8 else None
     constants = _constants(heads, dim, window, cache.dtype, q.dtype, codes)
     words = cache.view(torch.int16) if codes else cache
@@ -212,13 +212,15 @@ def _attend(
     slots = tokens * blocks * parts if parts > 1 else 1
     part = torch.empty(slots, HEADS, constants["DP"], dtype=torch.float32, device=q.device)
     sums = torch.empty(slots, HEADS, 2, dtype=torch.float32, device=q.device)
-    counters = torch.empty(tokens, blocks, dtype=torch.int32, device=q.device)
+    counters = find_counters(work, tokens * blocks, parts, q.device)
     few = {"S": row_size(tokens, num_seqs), "RATE": rate, "STEP": step}
-    launch(
-        place_entries, (tokens,), latent, entries, cache, words, packed, near[1], far[1], *seqs, counters,
-        latent.stride(0), entries.stride(0), num_seqs, blocks, **few, **_place_sizes(constants, blocks),
-        num_warps=4,
-    )  # fmt: skip
+    if latent is not None:
+        latent = rows_in_order(latent)
+        entries = latent if entries is None else rows_in_order(entries)
+        launch(
+            store_entries, (tokens,), latent, entries, cache, words, packed, near[1], far[1], *seqs,
+            latent.stride(0), entries.stride(0), num_seqs, **few, **_store_sizes(constants), num_warps=4,
+        )  # fmt: skip
     launch(
         attend_entries, (tokens, blocks, parts), q, cache, words, packed,
         near[0] if chosen is None else chosen, near[0], far[0], *seqs, sums if sinks is None else sinks, out,
@@ -238,8 +240,8 @@ def why_not(facts: OpFacts) -> str | None:
 @entry_attention.variant(NAME, on="cuda", when=why_not)
 def attend(
     q: Tensor,
-    latent: Tensor,
-    entries: Tensor,
+    latent: Tensor | None,
+    entries: Tensor | None,
     cache: Tensor,
     packed: Tensor,
     chosen: Tensor | None,
@@ -252,10 +254,13 @@ def attend(
     sinks: Tensor,
     rate: int,
     step: int,
+    work: dict[object, Any] | None = None,
 ) -> Tensor:
     """`entry_attention`: the same arguments and result."""
     caches, seqs = (cache, packed), (query_start, seq_lens)
-    return _attend(q, latent, entries, caches, chosen, near, far, seqs, scale, window, sinks, rate, step)
+    return _attend(
+        q, latent, entries, caches, chosen, near, far, seqs, scale, window, sinks, rate, step, work
+    )
 
 
 def why_not_window(facts: OpFacts) -> str | None:
@@ -270,7 +275,7 @@ def why_not_window(facts: OpFacts) -> str | None:
 @paged_latent_attention.variant(WINDOW, on="cuda", when=why_not_window)
 def attend_window(
     q: Tensor,
-    latent: Tensor,
+    latent: Tensor | None,
     cache: Tensor,
     block_table: Tensor,
     slot_mapping: Tensor,
@@ -278,14 +283,27 @@ def attend_window(
     seq_lens: Tensor,
     scale: float,
     kv_rank: int,
-    step: dict[object, object] | None = None,
+    step: dict[object, Any] | None = None,
     window: int = 0,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """`paged_latent_attention`: the same arguments and result."""
     where, seqs = (block_table, slot_mapping), (query_start, seq_lens)
     return _attend(
-        q, latent, None, (cache, cache), None, where, where, seqs, scale, window, sinks, rate=0, step=1
+        q,
+        latent,
+        None,
+        (cache, cache),
+        None,
+        where,
+        where,
+        seqs,
+        scale,
+        window,
+        sinks,
+        rate=0,
+        step=1,
+        work=step,
     )
 
 
@@ -334,8 +352,7 @@ def _forms_of(
     codes = latent_codes(512, 0) if kept == torch.int8 else None
     few = {"S": 1 if is_decode else 64, "RATE": rate, "STEP": 4 if rate else 1}
     constants, more = split_options(_constants(64, 512, 128, kept, dtype, codes))
-    place = _place_sizes(constants, 4)
-    yield KernelForm(f"place_entries, {name}", place_entries, types, few | place)
+    yield KernelForm(f"store_entries, {name}", store_entries, types, few | _store_sizes(constants))
     demands = (() if dtype == torch.float32 else ("HMMA", "HGMMA"), ("LDG.128", "LDGSTS.128"))
     sizes = constants | few | {"TOP_K": top_k, "PAGE": 64, "SINKS": True}
     yield KernelForm(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
@@ -22,6 +23,7 @@ from plait.kernels.triton.attention.compressed.rows import (
     PART,
     add_keys,
     count_apart,
+    find_counters,
     find_row,
     row_size,
     rows_in_order,
@@ -39,22 +41,19 @@ HEADS = 16  # query heads of a tile: matrix units multiply no fewer
 NUMBERS = 1024  # of a state that a program writes
 
 
-@triton.jit(do_not_specialize=["tiles"])
+@triton.jit
 def place_pairs(
-    k, v, k_cache, v_cache, slot_mapping, counters, k_row, v_row, tiles,
-    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, STORES: tl.constexpr,
-    TILESP: tl.constexpr,
+    k, v, k_cache, v_cache, slot_mapping, k_row, v_row,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
-    """Store K numbers of keys and V of values of a token; counters [T, tiles]: zeros. Grid: (T,)."""
+    """Store K numbers of keys and V of values of a token. Grid: (T,)."""
     await_previous()
-    row, b = tl.program_id(0).to(tl.int64), tl.arange(0, TILESP)
-    tl.store(counters + row * tiles + b, tl.zeros_like(b), mask=b < tiles)
-    if STORES:
-        slot, i, j = tl.load(slot_mapping + row).to(tl.int64), tl.arange(0, KP), tl.arange(0, VP)
-        key = tl.load(k + row * k_row + i, mask=i < K, other=0.0)
-        tl.store(k_cache + slot * K + i, _as_entry(key, k_cache), mask=i < K)
-        value = tl.load(v + row * v_row + j, mask=j < V, other=0.0)
-        tl.store(v_cache + slot * V + j, _as_entry(value, v_cache), mask=j < V)
+    row, i, j = tl.program_id(0).to(tl.int64), tl.arange(0, KP), tl.arange(0, VP)
+    slot = tl.load(slot_mapping + row).to(tl.int64)
+    key = tl.load(k + row * k_row + i, mask=i < K, other=0.0)
+    tl.store(k_cache + slot * K + i, _as_entry(key, k_cache), mask=i < K)
+    value = tl.load(v + row * v_row + j, mask=j < V, other=0.0)
+    tl.store(v_cache + slot * V + j, _as_entry(value, v_cache), mask=j < V)
 
 
 @triton.jit
@@ -153,9 +152,9 @@ def _constants(
     }
 
 
-def _place_sizes(keys: int, values: int, tiles: int, stores: bool) -> dict[str, int]:
-    wide, broad, most = (triton.next_power_of_2(n) for n in (keys, values, tiles))
-    return {"K": keys, "V": values, "KP": wide, "VP": broad, "STORES": stores, "TILESP": most}
+def _place_sizes(keys: int, values: int) -> dict[str, int]:
+    wide, broad = (triton.next_power_of_2(n) for n in (keys, values))
+    return {"K": keys, "V": values, "KP": wide, "VP": broad}
 
 
 def why_not(facts: OpFacts) -> str | None:
@@ -180,13 +179,14 @@ def attend(
     seq_lens: Tensor,
     scale: float,
     window: int | None = None,
+    step: dict[object, Any] | None = None,
 ) -> Tensor:
     """`front_attention`: the same arguments and result."""
     (tokens, heads, dim), (page, kv_heads, size), num_seqs = q.shape, v_cache.shape[1:], len(seq_lens)
     out = torch.empty(tokens, heads, size, dtype=q.dtype, device=q.device)
     if not tokens:
         return out
-    q, stores = rows_in_order(q), k is not None
+    q = rows_in_order(q)
     constants = _constants(heads, kv_heads, (dim, size), window, q.dtype)
     tiles = kv_heads * -(-constants["G"] // HEADS)
     most = min(block_table.shape[1] * page, window or block_table.shape[1] * page)
@@ -194,13 +194,13 @@ def attend(
     slots = tokens * tiles * parts if parts > 1 else 1
     part = torch.empty(slots, HEADS, constants["EP"], dtype=torch.float32, device=q.device)
     sums = torch.empty(slots, HEADS, 2, dtype=torch.float32, device=q.device)
-    counters = torch.empty(tokens, tiles, dtype=torch.int32, device=q.device)
-    new = [q if t is None else t.flatten(1) for t in (k, v)]
-    widths = kv_heads * dim, kv_heads * size
-    launch(
-        place_pairs, (tokens,), *new, k_cache, v_cache, slot_mapping, counters, *(t.stride(0) for t in new),
-        tiles, **_place_sizes(*widths, tiles, stores), num_warps=4,
-    )  # fmt: skip
+    counters = find_counters(step, tokens * tiles, parts, q.device)
+    if k is not None and v is not None:
+        new = k.flatten(1), v.flatten(1)
+        launch(
+            place_pairs, (tokens,), *new, k_cache, v_cache, slot_mapping, *(t.stride(0) for t in new),
+            **_place_sizes(kv_heads * dim, kv_heads * size), num_warps=4,
+        )  # fmt: skip
     launch(
         attend_front, (tokens, tiles, parts), q, k_cache, v_cache, *front, block_table, query_start, seq_lens,
         out, part, sums, counters, block_table.stride(0), q.stride(0), q.stride(1), num_seqs, len(front[0]),
@@ -254,15 +254,10 @@ def forms() -> Iterator[KernelForm]:
             yield form
         wide = as_float32(_attend_form(f"attend_front, {name}", window, 1, torch.float32))
         yield from (wide, replace(wide, name=f"{wide.name} over bfloat16", types={**wide.types, **KEPT}))
-    for stores in (True, False):
-        sizes = _place_sizes(320, 640, 5, stores)
-        place = KernelForm(f"place_pairs, stores {stores}", place_pairs, POINTERS, sizes)
-        wide = as_float32(place)
-        yield from (
-            place,
-            wide,
-            replace(wide, name=f"{wide.name} over bfloat16", types={**wide.types, **KEPT}),
-        )
+    place = KernelForm("place_pairs", place_pairs, POINTERS, _place_sizes(320, 640))
+    wide = as_float32(place)
+    over = replace(wide, name=f"{wide.name} over bfloat16", types={**wide.types, **KEPT})
+    yield from (place, wide, over)
     begin = KernelForm("begin_rows", begin_rows, POINTERS, {"BLOCK": NUMBERS})
     yield from (begin, as_float32(begin))
 
