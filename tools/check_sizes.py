@@ -33,7 +33,7 @@ CAPS = {
     "kernels": 32_500,
     "llm": 630,
     "loading": 6_640,
-    "model": 5_380,
+    "model": 5_460,
     "ops": 7_250,
     "quant": 2_530,
     "runner": 6_130,

@@ -26,15 +26,15 @@ class TurnedHeads:
         self, s: RopeSpec, size: int, w: Weights, norm: Norm | None = None, *, is_last: bool = True,
         back: bool = False,
     ) -> None:  # fmt: skip
-        self._norm, self._is_last = norm, is_last
+        self.norm, self._is_last = norm, is_last
         rotation = make_rotation(s, w)
-        self._rotation = replace(rotation, inv_freq=-rotation.inv_freq) if back else rotation
+        self.rotation = replace(rotation, inv_freq=-rotation.inv_freq) if back else rotation
         self._turn = w.bind(turn_heads, size=size, dim=s.dim, interleaved=s.interleaved)
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """x: [T, heads, size] -> its like."""
-        norm = self._norm.weights if self._norm else None
-        return self._turn(x, positions, norm, self._rotation, self._is_last)  # type: ignore[no-any-return]
+        norm = self.norm.weights if self.norm else None
+        return self._turn(x, positions, norm, self.rotation, self._is_last)  # type: ignore[no-any-return]
 
 
 class Compressor:
@@ -53,10 +53,10 @@ class Compressor:
             self._even = torch.zeros(1, wide, dtype=w.target.dtype, device=w.target.device)
         else:
             self._bias = w.tensor("bias", (s.rate, wide), torch.float32)
-        self._norm = Norm(s.norm, w.scope("norm"), size)
+        self.norm = Norm(s.norm, w.scope("norm"), size)
         self._turn = None
         if s.rope:
-            norm = None if s.norms_tokens else self._norm
+            norm = None if s.norms_tokens else self.norm
             self._turn = TurnedHeads(s.rope, size, w, norm, is_last=not s.is_mean)
         self._compress = w.bind(compress_tokens, size=size)
         self.step = math.gcd(s.rate, size, 4, w.target.block_size or 4)
@@ -69,19 +69,24 @@ class Compressor:
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden] -> [T, size]: entries in the rows of tokens that end a window."""
+        made, first = self.make(x, batch, store)
+        if self._turn:
+            return self._turn(made[:, None], first)[:, 0]
+        return made if self.spec.norms_tokens else self.norm(made)
+
+    def make(self, x: Tensor, batch: Batch, store: StateStore) -> tuple[Tensor, Tensor]:
+        """Entries [T, size] before norm and rotation, and their positions [T]."""
         kv, gate = self._read(x)
         where = (batch.state_slots, batch.query_start, batch.has_history, batch.positions)
         made, first = self._compress(kv, gate, self._bias, store[self.name]["folded"], *where, self.spec.rate)
-        if self._turn:
-            return self._turn(made[:, None], first)[:, 0]
-        return made if self.spec.norms_tokens else self._norm(made)
+        return made, first
 
     def _read(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Numbers of every token, and their logits."""
         if self.spec.is_mean:
             return self._into(x), self._even.expand(len(x), -1)
         kv, logits = self._into(x).chunk(2, -1)
-        return self._norm(kv) if self.spec.norms_tokens else kv, logits
+        return self.norm(kv) if self.spec.norms_tokens else kv, logits
 
     def cache(self, store: StateStore) -> Tensor:
         """Where entries lie, [blocks, block_size / step, size]."""

@@ -16,7 +16,6 @@ Latents that are codes lie as `ops.entry` has them, entry by entry; entries are 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 import triton
@@ -195,7 +194,7 @@ def _attend(
     sinks: Tensor | None,
     rate: int,
     step: int,
-    work: dict[object, Any] | None,
+    work: dict[object, object] | None,
 ) -> Tensor:
     """Both launches. caches: of latents and of entries; seqs: (query_start, seq_lens); rate 0: no entries."""
     (tokens, heads, dim), (cache, packed), num_seqs = q.shape, caches, len(seqs[1])
@@ -254,7 +253,7 @@ def attend(
     sinks: Tensor,
     rate: int,
     step: int,
-    work: dict[object, Any] | None = None,
+    work: dict[object, object] | None = None,
 ) -> Tensor:
     """`entry_attention`: the same arguments and result."""
     caches, seqs = (cache, packed), (query_start, seq_lens)
@@ -283,7 +282,7 @@ def attend_window(
     seq_lens: Tensor,
     scale: float,
     kv_rank: int,
-    step: dict[object, Any] | None = None,
+    step: dict[object, object] | None = None,
     window: int = 0,
     sinks: Tensor | None = None,
 ) -> Tensor:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 import triton
@@ -179,7 +178,7 @@ def attend(
     seq_lens: Tensor,
     scale: float,
     window: int | None = None,
-    step: dict[object, Any] | None = None,
+    step: dict[object, object] | None = None,
 ) -> Tensor:
     """`front_attention`: the same arguments and result."""
     (tokens, heads, dim), (page, kv_heads, size), num_seqs = q.shape, v_cache.shape[1:], len(seq_lens)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -31,14 +29,15 @@ def count_apart(tiles: int, parts: int) -> int:
     return parts if tiles < BUSY and tiles * parts <= MOST_SLOTS else 1
 
 
-def find_counters(step: dict[object, Any] | None, tiles: int, parts: int, device: torch.device) -> Tensor:
+def find_counters(step: dict[object, object] | None, tiles: int, parts: int, device: torch.device) -> Tensor:
     """Zeros, [tiles] int32, for `join_splits`, which leaves zeros again: all layers of a step share them."""
     if parts == 1:
         return torch.empty(1, dtype=torch.int32, device=device)  # not read
     step, key = {} if step is None else step, ("counters of parts", tiles)
     if key not in step:
         step[key] = torch.zeros(tiles, dtype=torch.int32, device=device)
-    found: Tensor = step[key]
+    found = step[key]
+    assert isinstance(found, Tensor)
     return found
 
 
