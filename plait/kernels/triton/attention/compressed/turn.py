@@ -127,8 +127,8 @@ def place_turned_rows(
             latent + row * latent_row + within * 0, latent_weight, latent_weight, position, inv_freq,
             within < 1, j, r, latent_eps, mscale, D, PAIRS, RESTP, True, False, False, True, INTERLEAVED,
         )  # fmt: skip
-        to = cache + tl.load(near_slots + row).to(tl.int64) * D + within * 0
-        store_tile(to, latent, a, b, rest, within < 1, j, r, D, PAIRS, RESTP, True, INTERLEAVED)
+        slot = cache + tl.load(near_slots + row).to(tl.int64) * D + within * 0
+        store_tile(slot, latent, a, b, rest, within < 1, j, r, D, PAIRS, RESTP, True, INTERLEAVED)
     elif p == 1:
         if RATE:
             is_last = (within < 1) & ((position + 1) % RATE == 0)
@@ -137,8 +137,8 @@ def place_turned_rows(
                 inv_freq, is_last, j, r, entry_eps, mscale, D, PAIRS, RESTP, True, False, False, True,
                 INTERLEAVED,
             )  # fmt: skip
-            to = packed + tl.load(far_slots + row).to(tl.int64) // STEP * D + within * 0
-            store_tile(to, entries, a, b, rest, is_last, j, r, D, PAIRS, RESTP, True, INTERLEAVED)
+            place = packed + tl.load(far_slots + row).to(tl.int64) // STEP * D + within * 0
+            store_tile(place, entries, a, b, rest, is_last, j, r, D, PAIRS, RESTP, True, INTERLEAVED)
     else:
         head = (p - 2) * HB + within
         a, b, rest = turn_tile(
