@@ -53,7 +53,7 @@ MIXING = {
 # Of those for GPUs the ones in which a row's bits depend on that row alone, whatever shares the step.
 APART = {
     *(("paged_attention", "triton"), ("paged_latent_attention", "triton")),
-    ("paged_latent_attention", "triton window"),
+    *(("paged_latent_attention", "triton window"), ("sparse_latent_attention", "triton codes")),
     *(("choose_entries", "triton"), ("entry_attention", "triton"), ("front_attention", "triton")),
     *(("linear", "one form"), ("map_heads", "one form"), ("experts", "one form")),
     *(("add_stacked_low_rank", "triton"), ("add_expert_low_rank", "triton")),

@@ -38,6 +38,7 @@ from plait.kernels.triton.forms import FLOAT16, KernelForm, as_half, split_optio
 from plait.ops.attention import paged_latent_attention
 from plait.ops.compressed import entry_attention
 from plait.ops.entry import Codes, latent_codes
+from plait.ops.indexer import sparse_latent_attention
 from plait.ops.launch import launch
 from plait.ops.registry import OpFacts
 
@@ -85,7 +86,8 @@ def attend_entries(
     """q: [T, H, D] -> out [T, H, D]. Grid: (T, blocks of BM heads, parts or 1).
 
     near, far: block tables of latents and of entries, of which a block has PAGE / STEP; chosen: [T, TOP_K],
-    or all of RATE tokens that have ended; RATE 0: there are no entries. part: [programs, BM, DP] float32.
+    or all of RATE tokens that have ended; RATE 0: there are no entries, 1: they are latents, and WINDOW is 0.
+    part: [programs, BM, DP] float32.
     """
     await_previous()
     token, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -95,6 +97,8 @@ def attend_entries(
     if TOP_K:
         known = tl.minimum(known, TOP_K)
     raw: tl.constexpr = (WINDOW + PART - 1) // PART
+    width: tl.constexpr = WIDTH if RATE == 1 else D
+    group: tl.constexpr = GROUP if RATE == 1 else 0
     splits = raw + (known + PART - 1) // PART
     first, last, slot = split * 0, splits, split * 0 - 1
     if tl.num_programs(2) > 1:
@@ -116,16 +120,17 @@ def attend_entries(
             p = s + tl.zeros([], tl.int32)
             top, mass = tl.full([BM], -float("inf"), tl.float32), tl.zeros([BM], tl.float32)
             values = tl.zeros([BM, DP], tl.float32)
-            start = oldest + p * PART
-            stop = tl.where(p < raw, tl.minimum(start + PART, position + 1), start)
-            for n in range(start, stop, BN):
-                t = n + tl.arange(0, BN)
-                seen = t < stop
-                place = tl.load(near_line + t // PAGE, mask=seen, other=0).to(tl.int64)
-                at_k = (place * PAGE + t % PAGE) * WIDTH
-                k = _load_entries(cache, words, at_k, at_k // 2 + D // 2, seen, d, D, DP, GROUP)
-                k = k.to(own_q.dtype)
-                top, mass, values = add_keys(own_q, k, k, seen, scale, top, mass, values)
+            if WINDOW:
+                start = oldest + p * PART
+                stop = tl.where(p < raw, tl.minimum(start + PART, position + 1), start)
+                for n in range(start, stop, BN):
+                    t = n + tl.arange(0, BN)
+                    seen = t < stop
+                    place = tl.load(near_line + t // PAGE, mask=seen, other=0).to(tl.int64)
+                    at_k = (place * PAGE + t % PAGE) * WIDTH
+                    k = _load_entries(cache, words, at_k, at_k // 2 + D // 2, seen, d, D, DP, GROUP)
+                    k = k.to(own_q.dtype)
+                    top, mass, values = add_keys(own_q, k, k, seen, scale, top, mass, values)
             if RATE:
                 start = (p - raw) * PART
                 stop = tl.where(p < raw, start, tl.minimum(start + PART, known))
@@ -137,8 +142,9 @@ def attend_entries(
                         seen &= e >= 0
                     r = ((e + 1) * RATE - 1) // STEP
                     place = tl.load(far_line + r // (PAGE // STEP), mask=seen, other=0).to(tl.int64)
-                    at_k = (place * (PAGE // STEP) + r % (PAGE // STEP)) * D
-                    k = _load_entries(packed, packed, at_k, at_k, seen, d, D, DP, 0).to(own_q.dtype)
+                    at_k = (place * (PAGE // STEP) + r % (PAGE // STEP)) * width
+                    k = _load_entries(packed, words, at_k, at_k // 2 + D // 2, seen, d, D, DP, group)
+                    k = k.to(own_q.dtype)
                     top, mass, values = add_keys(own_q, k, k, seen, scale, top, mass, values)
             largest, before, now = _join_softmaxes(largest, top)
             sums = sums * before + mass * now
@@ -214,11 +220,11 @@ def _attend(
     counters = find_counters(work, tokens * blocks, parts, q.device)
     few = {"S": row_size(tokens, num_seqs), "RATE": rate, "STEP": step}
     if latent is not None:
-        latent = rows_in_order(latent)
+        latent, stored = rows_in_order(latent), few if entries is not None else few | {"RATE": 0}
         entries = latent if entries is None else rows_in_order(entries)
         launch(
             store_entries, (tokens,), latent, entries, cache, words, packed, near[1], far[1], *seqs,
-            latent.stride(0), entries.stride(0), num_seqs, **few, **_store_sizes(constants), num_warps=4,
+            latent.stride(0), entries.stride(0), num_seqs, **stored, **_store_sizes(constants), num_warps=4,
         )  # fmt: skip
     launch(
         attend_entries, (tokens, blocks, parts), q, cache, words, packed,
@@ -306,6 +312,35 @@ def attend_window(
     )
 
 
+def why_not_codes(facts: OpFacts) -> str | None:
+    """The `when` of attention over latents of int8 that an indexer chooses."""
+    if facts.sizes.get("rope_dim") != 0 or facts.sizes.get("kv_dtype") != "int8":
+        return "it reads latents of int8 of which nothing is rotated apart"
+    return why_not(facts)
+
+
+@sparse_latent_attention.variant("triton codes", on="cuda", when=why_not_codes)
+def attend_codes(
+    q: Tensor,
+    latent: Tensor | None,
+    cache: Tensor,
+    chosen: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    kv_rank: int,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`sparse_latent_attention`: the same arguments and result."""
+    where, seqs = (block_table, slot_mapping), (query_start, seq_lens)
+    return _attend(
+        q, latent, None, (cache, cache), chosen, where, where, seqs, scale, 0, sinks, rate=1, step=1,
+        work=None,
+    )  # fmt: skip
+
+
 POINTERS = {
     **dict.fromkeys(("q", "latent", "entries", "cache", "words", "packed", "out"), "bf16*"),
     **dict.fromkeys(("part", "part_sums", "sinks"), "fp32*"),
@@ -314,46 +349,47 @@ POINTERS = {
     **dict.fromkeys(("latent_row", "entry_row", "near_row", "far_row", "q_row", "q_head"), "i32!"),
     "scale": "fp32",
 }
-CODES = {"cache": "i8*", "words": "i16*"}
-RATES = {
-    "chosen": (4, 512),
-    "all": (128, 0),
-    "window": (0, 0),
-}  # of DeepSeek-V4: rate, entries that are chosen
+CODES = {"cache": "i8*", "packed": "i8*", "words": "i16*"}
+# Tokens of an entry, entries that are chosen, the window: of DeepSeek-V4, and of GLM-5.3 the last one.
+NUMBERS = {"chosen": (4, 512, 128), "all": (128, 0, 128)}
+CODED = {"window of codes": (0, 0, 128), "chosen codes": (1, 2051, 0)}
 KINDS = {"bf16*": torch.bfloat16, "fp16*": torch.float16, "fp32*": torch.float32, "i8*": torch.int8}
 
 
 def forms() -> Iterator[KernelForm]:
-    """DeepSeek-V4's layers over numbers and codes: decodes, and in bfloat16 prompts, too."""
+    """Layers over numbers and codes: decodes, and in bfloat16 prompts, too."""
     narrow = dict.fromkeys(("cache", "words", "packed"), "bf16*")
     wide = {name: "fp32*" if kind == "bf16*" else kind for name, kind in POINTERS.items()}
     half = as_half(POINTERS)
     for suffix, types in (
         ("", POINTERS),
-        (", codes", POINTERS | CODES),
         (FLOAT16, half),
-        (f", codes{FLOAT16}", half | narrow | CODES),
+        (f"{FLOAT16} over bfloat16", half | narrow),
         (", float32", wide),
         (", float32 over bfloat16", wide | narrow),
-        (", codes, float32", wide | narrow | CODES),
     ):
-        for name, (rate, top_k) in RATES.items():
-            if rate or "codes" in suffix:
-                yield from _forms_of(f"{name}{suffix}", rate, top_k, True, types)
-                if types is POINTERS:
-                    yield from _forms_of(f"{name}, prompts", rate, top_k, False, types)
+        for name, layer in NUMBERS.items():
+            yield from _forms_of(f"{name}{suffix}", layer, 1, types)
+        for name, layer in CODED.items() if "over" not in suffix else ():
+            yield from _forms_of(f"{name}{suffix}", layer, 1, types | CODES)
+    for name, layer in NUMBERS.items():
+        yield from _forms_of(f"{name}, prompts", layer, 64, POINTERS)
+    for name, layer in CODED.items():
+        yield from _forms_of(f"{name}, prompts", layer, 64, POINTERS | CODES)
 
 
 def _forms_of(
-    name: str, rate: int, top_k: int, is_decode: bool, types: dict[str, str]
+    name: str, layer: tuple[int, int, int], size: int, types: dict[str, str]
 ) -> Iterator[KernelForm]:
-    dtype, kept = KINDS[types["q"]], KINDS[types["cache"]]
+    """layer: as in NUMBERS; size: `S` of `find_row`."""
+    (rate, top_k, window), dtype, kept = layer, KINDS[types["q"]], KINDS[types["cache"]]
     codes = latent_codes(512, 0) if kept == torch.int8 else None
-    few = {"S": 1 if is_decode else 64, "RATE": rate, "STEP": 4 if rate else 1}
-    constants, more = split_options(_constants(64, 512, 128, kept, dtype, codes))
-    yield KernelForm(f"store_entries, {name}", store_entries, types, few | _store_sizes(constants))
+    few = {"S": size, "RATE": rate, "STEP": 4 if rate > 1 else 1}
+    constants, more = split_options(_constants(64, 512, window, kept, dtype, codes))
+    stored = few if rate > 1 else few | {"RATE": 0}
+    yield KernelForm(f"store_entries, {name}", store_entries, types, stored | _store_sizes(constants))
     demands = (() if dtype == torch.float32 else ("HMMA", "HGMMA"), ("LDG.128", "LDGSTS.128"))
-    sizes = constants | few | {"TOP_K": top_k, "PAGE": 64, "SINKS": True}
+    sizes = constants | few | {"TOP_K": top_k, "PAGE": 64, "SINKS": window > 0}
     yield KernelForm(
         f"attend_entries, {name}", attend_entries, types, sizes, demands=demands, shares_rows=True, **more
     )
