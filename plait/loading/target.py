@@ -48,11 +48,13 @@ log = logging.getLogger("plait")
 MIXING = {
     *("linear", "paged_attention", "paged_latent_attention", "map_heads", "experts", "add_low_rank"),
     *("choose_keys", "sparse_latent_attention", "choose_blocks", "block_sparse_attention"),
-    *("choose_entries", "entry_attention", "add_stacked_low_rank", "add_expert_low_rank"),
+    *("choose_entries", "entry_attention", "front_attention", "add_stacked_low_rank", "add_expert_low_rank"),
 }
 # Of those for GPUs the ones in which a row's bits depend on that row alone, whatever shares the step.
 APART = {
     *(("paged_attention", "triton"), ("paged_latent_attention", "triton")),
+    *(("paged_latent_attention", "triton window"), ("sparse_latent_attention", "triton codes")),
+    *(("choose_entries", "triton"), ("entry_attention", "triton"), ("front_attention", "triton")),
     *(("linear", "one form"), ("map_heads", "one form"), ("experts", "one form")),
     *(("choose_keys", "triton"), ("sparse_latent_attention", "triton")),
     *(("choose_blocks", "triton"), ("block_sparse_attention", "triton")),

@@ -206,6 +206,7 @@ LATENT_CASES: list[Case] = [
     dict(seqs=SEQS, heads=3, kv_rank=64, rope_dim=6, kv_dtype="int7", window=9),
     dict(seqs=[270, 4], heads=3, kv_rank=24, rope_dim=6, window=70),
     dict(seqs=SEQS, heads=4, kv_rank=20, rope_dim=6, window=9, kv_dtype="int8", sinks=True),
+    dict(seqs=[1, 6], heads=5, kv_rank=80, rope_dim=0, window=4, kv_dtype="int8", sinks=True),
 ]
 
 

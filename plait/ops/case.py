@@ -81,6 +81,7 @@ class Sizes(TypedDict, total=False):
     has_norm: bool
     interleaved: bool
     is_idle: bool
+    is_last: bool  # of each head the last numbers rotate
     is_layer: bool
     normed: bool
     over: Literal["head", "each", "all"] | None

@@ -128,7 +128,7 @@ CHOICES: list[Case] = [
 ]
 
 
-@op(cases=CHOICES, private=("cache",))
+@op(cases=CHOICES, private=("cache",), is_product=True)
 def choose_entries(
     q: Tensor,
     weights: Tensor,
@@ -227,11 +227,11 @@ CASES: list[Case] = [
 ]
 
 
-@op(cases=CASES, private=("cache", "packed"))
+@op(cases=CASES, private=("cache", "packed"), is_product=True)
 def entry_attention(
     q: Tensor,
-    latent: Tensor,
-    entries: Tensor,
+    latent: Tensor | None,
+    entries: Tensor | None,
     cache: Tensor,
     packed: Tensor,
     chosen: Tensor | None,
@@ -244,18 +244,22 @@ def entry_attention(
     sinks: Tensor,
     rate: int,
     step: int,
+    work: dict[object, object] | None = None,
 ) -> Tensor:
     """One softmax over the last `window` latents, over entries, and over a sink of each head.
 
     A latent and an entry are key and value of all heads. q: [T, heads, d], latent, entries: [T, d] (new,
     stored first), cache: [blocks, block_size, d] of latents, packed: [blocks, block_size / step, d] of
     entries, chosen: [T, top_k] int32 as `choose_entries` gives them, or None: all of windows that have
-    ended, near, far: (block_table, slot_mapping) of each, sinks: [heads] float32 -> [T, heads, d].
+    ended, near, far: (block_table, slot_mapping) of each, sinks: [heads] float32 -> [T, heads, d]. `latent`
+    and `entries` None: `ops.place.place_compressed` has stored both. `work`: where kernels leave what other
+    layers of the step need, too (`Batch.step`).
     """
     form = latent_form(q.shape[-1], 0, cache.dtype)
     seqs, out = (query_start, seq_lens), torch.empty_like(q)
-    write_paged(cache, latent, near[1], form)
-    store_entries(packed, entries, far[1], seqs, rate, step)
+    if latent is not None and entries is not None:
+        write_paged(cache, latent, near[1], form)
+        store_entries(packed, entries, far[1], seqs, rate, step)
     for s, rows, start, end in visible(q, seqs, window, q.shape[1]):
         known = read_paged(cache, near[0][s], start, end, form).float()
         late = read_entries(packed, far[0][s], end, rate, step)

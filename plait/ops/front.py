@@ -30,7 +30,7 @@ CASES: list[Case] = [
 ]
 
 
-@op(cases=CASES, private=("k_cache", "v_cache"))
+@op(cases=CASES, private=("k_cache", "v_cache"), is_product=True)
 def front_attention(
     q: Tensor,
     k: Tensor | None,
@@ -44,6 +44,7 @@ def front_attention(
     seq_lens: Tensor,
     scale: float,
     window: int | None = None,
+    step: dict[object, object] | None = None,
 ) -> Tensor:
     """Store the new keys and values; then softmax attention over `front` and each sequence's own past.
 

@@ -85,6 +85,7 @@ def _choose_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
 
 CASES: list[Case] = [
     dict(seqs=[1], heads=4, kv_rank=16, rope_dim=4, top_k=3),
+    dict(seqs=[1, 6], heads=5, kv_rank=80, rope_dim=0, top_k=4, kv_dtype="int8"),
     dict(seqs=SEQS, heads=19, kv_rank=34, rope_dim=6, top_k=9),
     dict(seqs=[130, 3], heads=16, kv_rank=64, rope_dim=32, top_k=100),
     dict(seqs=[90, 3], heads=5, kv_rank=24, rope_dim=6, top_k=40, kv_dtype="bfloat16"),

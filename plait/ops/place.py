@@ -18,6 +18,7 @@ from plait.ops.entry import head_forms, head_widths, latent_form, latent_width, 
 from plait.ops.norm import layer_norm, rms_norm
 from plait.ops.registry import Arguments, TensorFn, op
 from plait.ops.rope import rotate
+from plait.ops.rows import join
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -228,3 +229,124 @@ def _latent_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     positions = torch.randint(0, 500, (tokens,), device=device)
     cache = _cache(case, (3, ROWS // 3, width), dtype, device)
     return (q, q_rope, *latents, cache, slots, positions, norm, rotation), {}
+
+
+TURN_CASES: list[Case] = [
+    dict(tokens=1, heads=4, dim=24, pairs=4, is_last=True, has_norm=False, interleaved=True),
+    dict(tokens=5, heads=9, dim=40, pairs=8, is_last=True),
+    dict(tokens=3, heads=3, dim=20, pairs=6, is_layer=True, interleaved=True),
+    dict(tokens=2, heads=2, dim=16, pairs=8),
+]
+
+
+@op(cases=TURN_CASES)
+def turn_heads(
+    x: Tensor, positions: Tensor, norm: NormWeights | None, rotation: Rotation, is_last: bool
+) -> Tensor:
+    """Norm each head, then rotate its last numbers, or its first ones. x: [T, heads, d], positions: [T] ->
+    like x."""
+    parts = rms_norm.reference, layer_norm.reference, rotate.reference, join.reference
+    return _turn_heads(*parts, x, positions, norm, rotation, is_last)
+
+
+@turn_heads.replaces(rms_norm, layer_norm, rotate, join, is_default=True)
+def _turn_heads(
+    rms: TensorFn,
+    layer: TensorFn,
+    turn: TensorFn,
+    put: TensorFn,
+    x: Tensor,
+    positions: Tensor,
+    norm: NormWeights | None,
+    rotation: Rotation,
+    is_last: bool,
+) -> Tensor:
+    x = norm.apply(rms, layer, x) if norm else x
+    still = x.shape[-1] - 2 * len(rotation.inv_freq)
+    if not is_last or not still:
+        return rotation.apply(turn, x, positions)
+    return put(x[..., :still], rotation.apply(turn, x[..., still:], positions))
+
+
+@turn_heads.inputs
+def _turn_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
+    tokens, heads, dim = (case[name] for name in ("tokens", "heads", "dim"))
+    x = torch.randn(tokens, 2 * heads, dim, dtype=dtype, device=device)[:, heads:]
+    norm = _random_norm(dim, device, case.get("is_layer", False)) if case.get("has_norm", True) else None
+    rotation = _random_rotation(case["pairs"], case.get("interleaved", False), device)
+    positions = torch.randint(0, 500, (tokens,), device=device)
+    return (x, positions, norm, rotation, case.get("is_last", False)), {}
+
+
+COMPRESSED_CASES: list[Case] = [
+    dict(tokens=1, heads=4, dim=24, pairs=4, rate=1, step=1),
+    dict(tokens=9, heads=5, dim=40, pairs=8, rate=4, step=2, interleaved=True),
+    dict(tokens=3, heads=2, dim=20, pairs=2, rate=2, step=1, kv_dtype="bfloat16"),
+    dict(tokens=2, heads=3, dim=16, pairs=4, rate=0, step=1),
+]
+
+
+@op(cases=COMPRESSED_CASES)
+def place_compressed(
+    q: Tensor,
+    latent: Tensor,
+    entries: Tensor | None,
+    cache: Tensor,
+    packed: Tensor | None,
+    slots: tuple[Tensor, Tensor],
+    positions: Tensor,
+    firsts: Tensor | None,
+    norms: tuple[NormWeights, NormWeights, NormWeights],
+    rotation: Rotation,
+    rate: int,
+    step: int,
+) -> Tensor:
+    """`turn_heads` of queries, latents and entries, of which the last numbers rotate, and the store of both.
+
+    q: [T, heads, d], latent, entries: [T, d], caches: as in `ops.compressed.entry_attention`, which finds
+    both then, slots: (of latents, of entries), firsts: [T], the positions of entries, norms: of queries,
+    latents, entries -> queries [T, heads, d]. `rate` 0: there are no entries.
+    """
+    given = (q, latent, entries, cache, packed, slots, positions, firsts, norms, rotation, rate, step)
+    found: Tensor = _place_compressed(turn_heads.reference, *given)
+    return found
+
+
+@place_compressed.replaces(turn_heads)
+def _place_compressed(
+    turn: TensorFn,
+    q: Tensor,
+    latent: Tensor,
+    entries: Tensor | None,
+    cache: Tensor,
+    packed: Tensor | None,
+    slots: tuple[Tensor, Tensor],
+    positions: Tensor,
+    firsts: Tensor | None,
+    norms: tuple[NormWeights, NormWeights, NormWeights],
+    rotation: Rotation,
+    rate: int,
+    step: int,
+) -> Tensor:
+    latent = turn(latent[:, None], positions, norms[1], rotation, True)[:, 0]
+    write_paged(cache, latent, slots[0])
+    if entries is not None and packed is not None:
+        made = turn(entries[:, None], firsts, norms[2], rotation, True)[:, 0]
+        ends = (positions + 1) % rate == 0
+        packed.view(-1, packed.shape[-1])[slots[1][ends] // step] = made[ends].to(packed.dtype)
+    return turn(q, positions, norms[0], rotation, True)
+
+
+@place_compressed.inputs
+def _entry_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
+    tokens, heads, dim, rate, step = (case[name] for name in ("tokens", "heads", "dim", "rate", "step"))
+    q = torch.randn(tokens, heads, dim, dtype=dtype, device=device)
+    latent, entries = torch.randn(tokens, 2 * dim, dtype=dtype, device=device).split(dim, -1)
+    cache, packed = (_cache(case, (3, ROWS // 3 // n, dim), dtype, device) for n in (1, step))
+    places = torch.randperm(ROWS // step, device=device)[:tokens] * step + step - 1
+    positions = torch.randint(0, 500, (), device=device) + torch.arange(tokens, device=device)
+    norms = tuple(_random_norm(dim, device) for _ in range(3))
+    rotation = _random_rotation(case["pairs"], case.get("interleaved", False), device)
+    known = (entries, positions // rate * rate) if rate else (None, None)
+    given = (q, latent, known[0], cache, packed if rate else None, (places.flip(0), places))
+    return (*given, positions, known[1], norms, rotation, rate, step), {}

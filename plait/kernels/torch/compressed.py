@@ -59,8 +59,8 @@ def choose(
 
 def attend(
     q: Tensor,
-    latent: Tensor,
-    entries: Tensor,
+    latent: Tensor | None,
+    entries: Tensor | None,
     cache: Tensor,
     packed: Tensor,
     chosen: Tensor | None,
@@ -73,14 +73,16 @@ def attend(
     sinks: Tensor,
     rate: int,
     step: int,
+    work: dict[object, object] | None = None,
 ) -> Tensor:
     """`entry_attention`: the same arguments and result."""
     if len(q) != len(seq_lens):
         given = (q, latent, entries, cache, packed, chosen, near, far, query_start, seq_lens)
         return entry_attention.reference(*given, scale, window, sinks, rate, step)  # type: ignore[no-any-return]
     form = latent_form(q.shape[-1], 0, cache.dtype)
-    write_paged(cache, latent, near[1], form)
-    _store_ended(packed, entries, far[1], seq_lens, rate, step)
+    if latent is not None and entries is not None:
+        write_paged(cache, latent, near[1], form)
+        _store_ended(packed, entries, far[1], seq_lens, rate, step)
     at = list_window(cache, near[0], seq_lens, window)
     known = gather_rows(cache, near[0], at.clamp(min=0))  # [T, width, d or codes]
     known = form.decode(known) if form else known.float()

@@ -43,6 +43,7 @@ def attend(
     seq_lens: Tensor,
     scale: float,
     window: int | None = None,
+    step: dict[object, object] | None = None,
 ) -> Tensor:
     """`front_attention`: the same arguments and result."""
     if len(q) != len(seq_lens):

@@ -10,29 +10,31 @@ from torch import Tensor
 
 from plait.checkpoint.weights import Weights
 from plait.memory import PagedState, SlotState, State, group_name
-from plait.model.layers.layers import Batch, Norm, Rope
+from plait.model.layers.layers import Batch, Norm, make_rotation
 from plait.ops.compressed import FOLDED, add_open_block, choose_entries, compress_tokens, spread_windows
 from plait.ops.entry import CODED
-from plait.ops.rows import join
+from plait.ops.place import turn_heads
 from plait.spec.model import IndexerSpec, RopeSpec
 from plait.spec.sparse import CompressorSpec, EntryIndexSpec, MeanIndexSpec
 from plait.state.store import StateStore
 
 
-class LastRope:
-    """Rotary positions of the last numbers of a head; `back`: in the other direction."""
+class TurnedHeads:
+    """A norm of heads, then rotary positions of their last or first numbers; `back`: the other way round."""
 
-    def __init__(self, s: RopeSpec, size: int, w: Weights, *, back: bool = False) -> None:
-        self._parts, self._rope, self._join = [size - s.dim, s.dim], Rope(s, w), w.bind(join)
-        if back:
-            turned = self._rope.rotation
-            self._rope.rotation = replace(turned, inv_freq=-turned.inv_freq)
+    def __init__(
+        self, s: RopeSpec, size: int, w: Weights, norm: Norm | None = None, *, is_last: bool = True,
+        back: bool = False,
+    ) -> None:  # fmt: skip
+        self.norm, self._is_last = norm, is_last
+        rotation = make_rotation(s, w)
+        self.rotation = replace(rotation, inv_freq=-rotation.inv_freq) if back else rotation
+        self._turn = w.bind(turn_heads, size=size, dim=s.dim, interleaved=s.interleaved)
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """x: [T, heads, size] -> its like."""
-        still, turned = x.split(self._parts, -1)
-        out: Tensor = self._join(still, self._rope(turned, positions))
-        return out
+        norm = self.norm.weights if self.norm else None
+        return self._turn(x, positions, norm, self.rotation, self._is_last)  # type: ignore[no-any-return]
 
 
 class Compressor:
@@ -51,10 +53,11 @@ class Compressor:
             self._even = torch.zeros(1, wide, dtype=w.target.dtype, device=w.target.device)
         else:
             self._bias = w.tensor("bias", (s.rate, wide), torch.float32)
-        self._norm = Norm(s.norm, w.scope("norm"), size)
-        self._rope = None
+        self.norm = Norm(s.norm, w.scope("norm"), size)
+        self._turn = None
         if s.rope:
-            self._rope = Rope(s.rope, w) if s.is_mean else LastRope(s.rope, size, w)
+            norm = None if s.norms_tokens else self.norm
+            self._turn = TurnedHeads(s.rope, size, w, norm, is_last=not s.is_mean)
         self._compress = w.bind(compress_tokens, size=size)
         self.step = math.gcd(s.rate, size, 4, w.target.block_size or 4)
         kept = "bfloat16" if w.target.kv_dtype in CODED else w.target.kv_dtype
@@ -66,18 +69,24 @@ class Compressor:
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden] -> [T, size]: entries in the rows of tokens that end a window."""
+        made, first = self.make(x, batch, store)
+        if self._turn:
+            return self._turn(made[:, None], first)[:, 0]
+        return made if self.spec.norms_tokens else self.norm(made)
+
+    def make(self, x: Tensor, batch: Batch, store: StateStore) -> tuple[Tensor, Tensor]:
+        """Entries [T, size] before norm and rotation, and their positions [T]."""
         kv, gate = self._read(x)
         where = (batch.state_slots, batch.query_start, batch.has_history, batch.positions)
         made, first = self._compress(kv, gate, self._bias, store[self.name]["folded"], *where, self.spec.rate)
-        made = made if self.spec.norms_tokens else self._norm(made)
-        return self._rope(made[:, None], first)[:, 0] if self._rope else made
+        return made, first
 
     def _read(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Numbers of every token, and their logits."""
         if self.spec.is_mean:
             return self._into(x), self._even.expand(len(x), -1)
         kv, logits = self._into(x).chunk(2, -1)
-        return self._norm(kv) if self.spec.norms_tokens else kv, logits
+        return self.norm(kv) if self.spec.norms_tokens else kv, logits
 
     def cache(self, store: StateStore) -> Tensor:
         """Where entries lie, [blocks, block_size / step, size]."""
@@ -96,13 +105,13 @@ class EntryIndexer:
         self.top_k = min(s.top_k, -(-w.target.max_len // c.rate))
         self._q = w.linear("q", in_size=q_size, out_sizes=(s.num_heads * s.dim,))
         self._weights = w.linear("weights", in_size=w.target.hidden_size, out_sizes=(s.num_heads,))
-        self._rope = LastRope(c.rope, s.dim, w) if c.rope else None
+        self._turn = TurnedHeads(c.rope, s.dim, w) if c.rope else None
         self._choose = w.bind(choose_entries, heads=s.num_heads, index_dim=s.dim, top_k=self.top_k)
 
     def __call__(self, x: Tensor, q: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden], q: [T, q_size] -> entries [T, top_k] int32 (`ops.compressed.choose_entries`)."""
         queries = self._q(q).unflatten(-1, (self.spec.num_heads, -1))
-        queries = self._rope(queries, batch.positions) if self._rope else queries
+        queries = self._turn(queries, batch.positions) if self._turn else queries
         index = batch.paged[group_name(None)]
         where = (index.block_table, index.slot_mapping, batch.query_start, batch.seq_lens)
         made, cache = self.compressor(x, batch, store), self.compressor.cache(store)
@@ -124,7 +133,7 @@ class MeanIndexer:
         self.top_k = min(s.top_k, -(-w.target.max_len // c.rate))
         self._q = w.linear("q", in_size=w.target.hidden_size, out_sizes=(s.num_heads * s.dim,))
         self._norm = Norm(c.norm, w.scope("q_norm"), s.dim)
-        self._rope = Rope(c.rope, w) if c.rope else None
+        self._turn = TurnedHeads(c.rope, s.dim, w, self._norm, is_last=False) if c.rope else None
         self._same = torch.ones(1, s.num_heads, dtype=w.target.dtype, device=w.target.device)
         self._choose = w.bind(choose_entries, heads=s.num_heads, index_dim=s.dim, top_k=self.top_k)
         self._add = w.bind(add_open_block)
@@ -132,8 +141,8 @@ class MeanIndexer:
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden] -> blocks [T, kv_heads, top_k + 1] int32 (`ops.compressed.add_open_block`)."""
         s = self.spec
-        queries = self._norm(self._q(x).unflatten(-1, (s.num_heads, s.dim)))
-        queries = self._rope(queries, batch.positions) if self._rope else queries
+        queries = self._q(x).unflatten(-1, (s.num_heads, s.dim))
+        queries = self._turn(queries, batch.positions) if self._turn else self._norm(queries)
         index = batch.paged[group_name(None)]
         where = (index.block_table, index.slot_mapping, batch.query_start, batch.seq_lens)
         made, cache = self.compressor(x, batch, store), self.compressor.cache(store)

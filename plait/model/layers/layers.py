@@ -203,10 +203,15 @@ def _ones(size: int, w: Weights) -> Tensor:
     return torch.ones(size, device=w.target.device)
 
 
+def make_rotation(s: RopeSpec, w: Weights) -> Rotation:
+    """The frequencies of rotary positions, on the target's device."""
+    inv_freq, mscale = frequencies(s, w.target.max_len)
+    return Rotation(inv_freq.to(w.target.device), mscale, s.interleaved)
+
+
 class Rope:
     def __init__(self, s: RopeSpec, w: Weights) -> None:
-        inv_freq, mscale = frequencies(s, w.target.max_len)
-        self.rotation = Rotation(inv_freq.to(w.target.device), mscale, s.interleaved)
+        self.rotation = make_rotation(s, w)
         self._rotate = w.bind(rotate, dim=s.dim, interleaved=s.interleaved, max_len=w.target.max_len)
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:

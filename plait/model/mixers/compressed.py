@@ -9,13 +9,14 @@ from torch import Tensor
 
 from plait.checkpoint.weights import Weights
 from plait.memory import PagedState, State, group_name
-from plait.model.layers.compressor import Compressor, EntryIndexer, LastRope
+from plait.model.layers.compressor import Compressor, EntryIndexer, TurnedHeads
 from plait.model.layers.layers import Batch, Norm, describe_rope
 from plait.model.mixers.registry import mixer
 from plait.ops.attention import paged_latent_attention
 from plait.ops.compressed import entry_attention
 from plait.ops.entry import CODED, latent_width
 from plait.ops.heads import HeadRows, bind_heads
+from plait.ops.place import place_compressed
 from plait.partition import Cut, Division, Rank, join_ranges, scale_range, sum_of, width
 from plait.spec.model import NormSpec
 from plait.spec.sparse import CompressedSpec
@@ -58,7 +59,8 @@ class CompressedAttention:
         self.q_norm = Norm(NormSpec(s.norm.eps, weight=False), w.scope("q_norm"), d)
         self.kv = w.linear("kv", in_size=hidden, out_sizes=(d,))
         self.kv_norm = Norm(s.norm, w.scope("kv_norm"), d)
-        self.turn, self.turn_back = (LastRope(s.rope, d, w, back=back) for back in (False, True))
+        self.turn_q, self.turn_kv = (TurnedHeads(s.rope, d, w, norm) for norm in (self.q_norm, self.kv_norm))
+        self.turn_back = TurnedHeads(s.rope, d, w, back=True)
         wide = heads * d // s.groups
         rows = w.stored("o_a.weight", (s.groups * s.out_rank, wide))
         first: Tensor | HeadRows
@@ -78,7 +80,10 @@ class CompressedAttention:
             kept = "bfloat16"
         op = entry_attention if self.compressor else paged_latent_attention
         sizes: dict[str, object] = {"heads": heads, "kv_rank": d, "rope_dim": 0, "window": s.window}
-        self._attend = w.bind(op, **sizes, sinks=True)
+        sizes |= {"kv_dtype": kept, "norm": s.norm.kind}
+        self._place, self._attend = w.bind_pair(place_compressed, op, **sizes, sinks=True)
+        norms = (self.q_norm, self.kv_norm, self.compressor.norm if self.compressor else self.kv_norm)
+        self._norms = tuple(norm.weights for norm in norms)
         self.states: dict[str, State] = {
             self.name: PagedState({"latent": (latent_width(d, 0, kept),)}, s.window, kept)
         }
@@ -87,29 +92,43 @@ class CompressedAttention:
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden] -> [T, hidden]."""
-        s, at = self.spec, batch.positions
+        s = self.spec
         raw = self.q_a_norm(self.q_a(x))
-        q = self.turn(self.q_norm(self.q_b(raw).unflatten(-1, (s.num_heads, s.head_dim))), at)
-        latent = self.turn(self.kv_norm(self.kv(x))[:, None], at)[:, 0]
-        out = self._read(x, raw, q, latent, batch, store)
-        grouped = self.turn_back(out, at).flatten(1).unflatten(-1, (s.groups, -1))
+        q = self.q_b(raw).unflatten(-1, (s.num_heads, s.head_dim))
+        out = self._read(x, raw, q, self.kv(x), batch, store)
+        grouped = self.turn_back(out, batch.positions).flatten(1).unflatten(-1, (s.groups, -1))
         return self.o_b(self._map(grouped, self.o_a).flatten(1))
 
     def _read(
         self, x: Tensor, raw: Tensor, q: Tensor, latent: Tensor, batch: Batch, store: StateStore
     ) -> Tensor:
-        """What the heads find, [T, heads, d]."""
+        """What the heads find, [T, heads, d]; q, latent: before norms and rotation."""
         s, cache = self.spec, store[self.name]["latent"]
         near, seqs = batch.paged[group_name(s.window)], (batch.query_start, batch.seq_lens)
+        chosen = self.indexer(x, raw, batch, store) if self.indexer else None
+        q, new, entries = self._finish(x, q, latent, batch, store)
         if self.compressor is None:
             where = (near.block_table, near.slot_mapping, *seqs)
             how = (s.scale, s.head_dim, batch.step)
-            out: Tensor = self._attend(q, latent, cache, *where, *how, window=s.window, sinks=self.sinks)
+            out: Tensor = self._attend(q, new, cache, *where, *how, window=s.window, sinks=self.sinks)
             return out
-        chosen = self.indexer(x, raw, batch, store) if self.indexer else None
-        entries, far = self.compressor(x, batch, store), batch.paged[group_name(None)]
+        far, packed = batch.paged[group_name(None)], self.compressor.cache(store)
         tables = [(index.block_table, index.slot_mapping) for index in (near, far)]
-        more = (s.scale, s.window, self.sinks, self.compressor.spec.rate, self.compressor.step)
-        packed = self.compressor.cache(store)
-        found: Tensor = self._attend(q, latent, entries, cache, packed, chosen, *tables, *seqs, *more)
+        more = (s.scale, s.window, self.sinks, self.compressor.spec.rate, self.compressor.step, batch.step)
+        found: Tensor = self._attend(q, new, entries, cache, packed, chosen, *tables, *seqs, *more)
         return found
+
+    def _finish(
+        self, x: Tensor, q: Tensor, latent: Tensor, batch: Batch, store: StateStore
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Queries, and the latents and entries that attention stores: None if they are in memory already."""
+        s, at, c = self.spec, batch.positions, self.compressor
+        if self._place is None:
+            entries = c(x, batch, store) if c else None
+            return self.turn_q(q, at), self.turn_kv(latent[:, None], at)[:, 0], entries
+        made, firsts = c.make(x, batch, store) if c else (None, None)
+        caches = store[self.name]["latent"], c.cache(store) if c else None
+        slots = tuple(batch.paged[group_name(w)].slot_mapping for w in (s.window, None if c else s.window))
+        rate, step = (c.spec.rate, c.step) if c else (0, 1)
+        how = (self._norms, self.turn_q.rotation, rate, step)
+        return self._place(q, latent, made, *caches, slots, at, firsts, *how), None, None

@@ -114,7 +114,7 @@ class HybridHeads(Mamba1):
         where = (index.block_table, index.slot_mapping, batch.query_start, batch.seq_lens)
         to = (cache["k"], cache["v"], self.front)
         window = a.window if self.is_started else None  # tokens of the front see one another
-        out: Tensor = self._attend(q, k, v, *to, *where, a.scale, window)
+        out: Tensor = self._attend(q, k, v, *to, *where, a.scale, window, batch.step)
         return out.flatten(1)
 
     def keep_front(self, store: StateStore) -> None:

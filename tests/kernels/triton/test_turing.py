@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[3]
 UNITS = ("HMMA", "HGMMA")
 MULTIPLY = {
     "linear", "map_heads", "experts", "paged_attention", "paged_latent_attention", "relative_attention",
+    "choose_entries", "entry_attention", "front_attention",
 }  # fmt: skip
 CHUNKS = ("delta_chunks", "mamba2_chunks")  # which refuse by themselves: the scans walk there
 # What multiplies without an op of its own: `glu`, over weights that `linear` has packed.

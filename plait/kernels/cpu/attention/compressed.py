@@ -376,6 +376,7 @@ def _entry_attention(
     sinks: Tensor,
     rate: int,
     step: int,
+    work: dict[object, object] | None = None,
 ) -> Tensor:
     rows, d = TensorRows.of(q), q.shape[-1]
     check_cache("cache", cache, (cache.shape[1], d), cache.dtype)

@@ -140,6 +140,7 @@ def _front_attention(
     seq_lens: Tensor,
     scale: float,
     window: int | None = None,
+    step: dict[object, object] | None = None,
 ) -> Tensor:
     rows, (_, block, kv_heads, d), e = TensorRows.of(q), k_cache.shape, v_cache.shape[-1]
     size, count = k_cache.element_size(), len(front[0])

@@ -464,7 +464,14 @@ def attend_paged(
     return _attend_over(q, (k_cache, v_cache), where, layout, scale, step, sinks, slopes)
 
 
-@paged_latent_attention.variant(NAME, on="cuda", when=why_not)
+def why_no_latents(facts: OpFacts) -> str | None:
+    """The `when` of attention over latents."""
+    if facts.sizes.get("rope_dim") == 0 and facts.sizes.get("kv_dtype") == "int8":
+        return "codes of latents lie next to their scales only where a rotated part is behind them"
+    return why_not(facts)
+
+
+@paged_latent_attention.variant(NAME, on="cuda", when=why_no_latents)
 def attend_latent(
     q: Tensor,
     latent: Tensor | None,

@@ -1,0 +1,1 @@
+"""Triton kernels of attention over compressed entries, and over learned keys in front."""
