@@ -58,7 +58,7 @@ def garbage(*shape: int, kept: torch.dtype = torch.float32) -> Tensor:
 
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
 def test_chosen_keys_depend_on_no_chunk(kept: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "MOST_SCORES", 24 * 15)  # parts of 15 rows
+    monkeypatch.setattr(choose, "MOST_SCORES", (24 + 1024) * 15)  # parts of 15 rows
     monkeypatch.setattr(index_scores, "WIDE_KEYS", 16)
 
     def make() -> tuple[Step, list[Tensor]]:
@@ -74,7 +74,7 @@ def test_chosen_keys_depend_on_no_chunk(kept: torch.dtype, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("size", [4, 5])
 def test_chosen_blocks_depend_on_no_chunk(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "MOST_SCORES", 2 * 6 * 9)
+    monkeypatch.setattr(choose, "MOST_SCORES", (6 + 1024) * 18)
     monkeypatch.setattr(index_scores, "WIDE_KEYS", 16)
     monkeypatch.setattr(index_scores, "PAIRS", 8)  # tiles of two rows and of four
 

@@ -28,16 +28,17 @@ from torch import Tensor
 from plait.kernels.triton.attention.attention import count_programs
 from plait.kernels.triton.attention.layout import SEQS
 from plait.kernels.triton.dependent_launch import await_previous
-from plait.kernels.triton.forms import KernelForm
+from plait.kernels.triton.forms import KernelForm, split_options
 from plait.ops.launch import launch
 
-LISTED = 8192  # numbers of a row that a search lists at most
-MOST_SCORES = 1 << 26  # in memory at a time; rows with more are scored in parts
+MOST_SCORES = 1 << 26  # in memory at a time, with what is listed; rows with more are scored in parts
 SHORT = 4096  # columns up to which a row has a small program
 PROGRAMS = 4  # of scores, for each that the device holds: those of short rows end early
 MANY: tl.constexpr = tl.constexpr(4)  # tiles up to which all numbers of a row are searched
 STAGES: tl.constexpr = tl.constexpr(4)  # of a pass over a row: tiles that are copied ahead, and one
-LONG_TILE, SHORT_TILE = {"TILE": 4096, "num_warps": 16}, {"TILE": 1024, "num_warps": 4}
+# LISTED: numbers of a row that a search lists at most.
+LONG_TILE = {"TILE": 4096, "LISTED": 8192, "num_warps": 16}
+SHORT_TILE = {"TILE": 1024, "LISTED": 1024, "num_warps": 4}
 
 
 @triton.jit
@@ -171,12 +172,8 @@ def choose_from(scores: Tensor, ends: Tensor, top_k: int, out: Tensor | None = N
     rows, most = scores.shape
     chosen = torch.empty(rows, top_k, dtype=torch.int32, device=scores.device) if out is None else out
     tile = _find_tile(most)
-    # A row that fits into a tile is not listed.
-    listed = LISTED if most > tile["TILE"] else 1
-    some = torch.empty(rows, listed, dtype=torch.int32, device=scores.device)
-    launch(
-        choose_best, (rows,), scores, ends, chosen, some, scores.stride(0), top_k, LISTED=listed, **tile
-    )  # fmt: skip
+    some = torch.empty(rows, tile["LISTED"], dtype=torch.int32, device=scores.device)
+    launch(choose_best, (rows,), scores, ends, chosen, some, scores.stride(0), top_k, **tile)
     return chosen
 
 
@@ -241,7 +238,7 @@ def as_kept(x, cache):
 
 def part_rows(rows: int, most: int) -> int:
     """How many of the rows are scored at a time, each having `most` scores."""
-    return max(1, min(rows, MOST_SCORES // max(most, 1)))
+    return max(1, min(rows, MOST_SCORES // (most + _find_tile(most)["LISTED"])))
 
 
 def programs_of_row(device: torch.device, rows: int, tiles: int) -> int:
@@ -253,6 +250,5 @@ def forms() -> Iterator[KernelForm]:
     """Rows of keys, and rows of blocks or entries."""
     types = {"scores": "fp32*", "ends": "i32*", "chosen": "i32*", "some": "i32*", "score_row": "i32!"}
     for name, tile in (("short rows", SHORT_TILE), ("long rows", LONG_TILE)):
-        warps = tile["num_warps"]
-        constants = {"LISTED": LISTED, "TILE": tile["TILE"]}
-        yield KernelForm(f"choose_best, {name}", choose_best, types, constants, num_warps=warps)
+        constants, fields = split_options(tile)
+        yield KernelForm(f"choose_best, {name}", choose_best, types, constants, **fields)

@@ -330,7 +330,7 @@ def choose_best_blocks(
     sizes = {"S": count_sequences(num_seqs), **_block_sizes(heads, dim, page, size, q.dtype)}
     # A step of decodes has a row of each sequence: tiles of several would walk these one by one.
     sizes["ROWS"] = each = 1 if total == num_seqs else sizes["BM"] // heads
-    part = part_rows(total, most * heads)
+    part = max(1, part_rows(total * heads, most) // heads)
     for first in range(0, total, part):
         rows = min(part, total - first)
         scores, ends = _allocate(rows * heads, most, q.device)
