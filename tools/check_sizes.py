@@ -34,7 +34,7 @@ CAPS = {
     "llm": 630,
     "loading": 6_640,
     "model": 5_460,
-    "ops": 7_250,
+    "ops": 7_330,
     "quant": 2_530,
     "runner": 6_130,
     "schedule": 3_410,
