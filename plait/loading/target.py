@@ -54,7 +54,7 @@ MIXING = {
 APART = {
     *(("paged_attention", "triton"), ("paged_latent_attention", "triton")),
     *(("paged_latent_attention", "triton window"), ("sparse_latent_attention", "triton codes")),
-    *(("choose_entries", "triton"), ("entry_attention", "triton"), ("front_attention", "triton")),
+    *(("choose_entries", "triton"), ("entry_attention", "triton"), ("front_attention", "triton front")),
     *(("linear", "one form"), ("map_heads", "one form"), ("experts", "one form")),
     *(("choose_keys", "triton"), ("sparse_latent_attention", "triton")),
     *(("choose_blocks", "triton"), ("block_sparse_attention", "triton")),

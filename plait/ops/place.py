@@ -74,6 +74,7 @@ HEAD_CASES: list[Case] = [
     dict(tokens=2, heads=3, kv_heads=1, dim=20, pairs=10, over="all", kv_dtype="bfloat16"),
     dict(tokens=4, heads=4, kv_heads=4, dim=40, pairs=20, over="head", kv_dtype="int8"),
     dict(tokens=2, heads=2, kv_heads=2, dim=16, pairs=0, over=None),
+    dict(tokens=3, heads=5, kv_heads=1, dim=20, v_dim=36, pairs=6, over=None),
 ]
 ROWS = 48  # of the caches of test cases
 
@@ -118,7 +119,7 @@ def place_heads(
     """Norm and rotate queries and keys, and store keys and values, which `paged_attention` then finds.
 
     q: [T, heads, d], k, v: [T, kv_heads, d], caches and slot_mapping: as in `paged_attention`, positions: [T]
-    -> queries [T, heads, d].
+    -> queries [T, heads, d]. Values may be wider than keys, as `front_attention` has them.
     """
     parts = rms_norm.reference, layer_norm.reference, rotate.reference
     return _place_heads(*parts, q, k, v, k_cache, v_cache, slot_mapping, positions, norms, rotation)
@@ -145,7 +146,10 @@ def _cache(case: Case, shape: tuple[int, ...], dtype: torch.dtype, device: str) 
 def _heads_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     tokens, heads, kv, d = (case[name] for name in ("tokens", "heads", "kv_heads", "dim"))
     wide = torch.randn(tokens, heads + 2 * kv, d, dtype=dtype, device=device)
+    q, k, v = wide.split([heads, kv, kv], 1)
     shapes = [(3, ROWS // 3, kv, width) for width in head_widths(d, case.get("kv_dtype", ""))]
+    if size := case.get("v_dim"):
+        v, shapes[1] = torch.randn(tokens, kv, size, dtype=dtype, device=device), (3, ROWS // 3, kv, size)
     slots = torch.randperm(ROWS, device=device)[:tokens]
     norms, over, is_layer = None, case["over"], case.get("is_layer", False)
     if over:
@@ -156,7 +160,7 @@ def _heads_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     rotation = _random_rotation(case["pairs"], turned, device) if case["pairs"] else None
     positions = torch.randint(0, 500, (tokens,), device=device)
     caches = [_cache(case, shape, dtype, device) for shape in shapes]
-    return (*wide.split([heads, kv, kv], 1), *caches, slots, positions, norms, rotation), {}
+    return (q, k, v, *caches, slots, positions, norms, rotation), {}
 
 
 LATENT_CASES: list[Case] = [

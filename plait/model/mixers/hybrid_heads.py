@@ -20,6 +20,7 @@ from plait.model.mixers.mamba1 import Mamba1, describe_mamba1, divide_mamba1
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import combine
 from plait.ops.front import begin_slots, front_attention
+from plait.ops.place import place_heads
 from plait.partition import Cut, Division, Rank, join_ranges, scale_range, width
 from plait.spec.attention import HybridHeadsSpec
 from plait.spec.model import AttentionSpec
@@ -79,7 +80,8 @@ class HybridHeads(Mamba1):
         self.qkv = w.linear(*names, in_size=hidden, out_sizes=tuple(self._sizes))
         self.rope = Rope(a.rope, w) if a.rope else None
         sizes = dict(heads=a.num_heads, kv_heads=groups, dim=a.head_dim, v_dim=s.v_dim, window=a.window)
-        self._attend, self._begin = w.bind(front_attention, **sizes), w.bind(begin_slots)
+        self._place, self._attend = w.bind_pair(place_heads, front_attention, **sizes)
+        self._begin = w.bind(begin_slots)
         norms = ("heads_norm", "channels_norm")
         self.norms = [InnerNorm(s.head_norm, w.scope(name), s.inner_size, s.v_dim) for name in norms]
         self._combine, self._group = w.bind(combine), group_name(a.window)
@@ -108,13 +110,16 @@ class HybridHeads(Mamba1):
         q, *new = self.qkv(x).split(self._sizes, -1)
         q = q.unflatten(-1, (-1, a.head_dim))
         k, v = (part.unflatten(-1, (a.num_kv_heads, -1)) for part in new) if new else (None, None)
-        if self.rope:
+        if self._place and k is not None:
+            to = (cache["k"], cache["v"], index.slot_mapping, batch.positions)
+            q, k, v = self._place(q, k, v, *to, None, self.rope and self.rope.rotation), None, None
+        elif self.rope:
             q = self.rope(q, batch.positions)
             k = self.rope(k, batch.positions) if k is not None else None
         where = (index.block_table, index.slot_mapping, batch.query_start, batch.seq_lens)
-        to = (cache["k"], cache["v"], self.front)
+        kept = (cache["k"], cache["v"], self.front)
         window = a.window if self.is_started else None  # tokens of the front see one another
-        out: Tensor = self._attend(q, k, v, *to, *where, a.scale, window, batch.step)
+        out: Tensor = self._attend(q, k, v, *kept, *where, a.scale, window, batch.step)
         return out.flatten(1)
 
     def keep_front(self, store: StateStore) -> None:

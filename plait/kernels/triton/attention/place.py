@@ -394,7 +394,14 @@ def why_no_codes(facts: OpFacts) -> str | None:
     return f"it keeps float32, bfloat16 or int8, not {kept}" if kept in ("int7", "int4") else None
 
 
-@place_heads.variant(NAME, on="cuda", when=why_no_codes)
+def why_no_heads(facts: OpFacts) -> str | None:
+    """The `when` of heads."""
+    if "v_dim" in facts.sizes and facts.sizes["v_dim"] != facts.sizes.get("dim"):
+        return "values are as wide as keys"
+    return why_no_codes(facts)
+
+
+@place_heads.variant(NAME, on="cuda", when=why_no_heads)
 def place_all_heads(
     q: Tensor,
     k: Tensor,

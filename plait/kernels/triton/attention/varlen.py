@@ -71,6 +71,8 @@ def why_not_varlen(facts: OpFacts) -> str | None:
         return "its products are of 16-bit numbers"
     if facts.sizes.get("softcap") is not None or facts.sizes.get("sinks") or facts.sizes.get("alibi"):
         return "it has neither softcap, sinks nor slopes of heads"
+    if facts.sizes.get("v_dim", facts["dim"]) != facts["dim"]:
+        return "values are as wide as keys"
     if facts["dim"] > WIDEST or facts["dim"] % 8:
         return f"heads have more than {WIDEST} columns, or no multiple of 8"
     kept = facts.sizes.get("kv_dtype", "model")

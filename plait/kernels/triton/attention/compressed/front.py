@@ -27,15 +27,17 @@ from plait.kernels.triton.attention.compressed.rows import (
     row_size,
     rows_in_order,
 )
+from plait.kernels.triton.attention.compressed.turn import TILE, store_tile, turn_tile
 from plait.kernels.triton.attention.place import _as_entry
 from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import KernelForm, as_float32, split_options, with_float16
 from plait.ops.entry import CODED
 from plait.ops.front import begin_slots, front_attention
 from plait.ops.launch import launch
+from plait.ops.place import HeadNorms, Rotation, place_heads
 from plait.ops.registry import OpFacts
 
-NAME = "triton"
+NAME, FRONT = "triton", "triton front"  # what stores keys has the name of what reads them
 HEADS = 16  # query heads of a tile: matrix units multiply no fewer
 NUMBERS = 1024  # of a state that a program writes
 
@@ -53,6 +55,43 @@ def place_pairs(
     tl.store(k_cache + slot * K + i, _as_entry(key, k_cache), mask=i < K)
     value = tl.load(v + row * v_row + j, mask=j < V, other=0.0)
     tl.store(v_cache + slot * V + j, _as_entry(value, v_cache), mask=j < V)
+
+
+@triton.jit
+def place_turned_pairs(
+    q, k, v, inv_freq, positions, slot_mapping, out, k_cache, v_cache, q_row, k_row, v_row, q_head, k_head,
+    mscale,
+    H: tl.constexpr, KVH: tl.constexpr, D: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
+    PAIRS: tl.constexpr, PAIRSP: tl.constexpr, RESTP: tl.constexpr, HB: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Rotate queries and keys, and store keys and V numbers of values. Grid: (T, 1 + blocks of HB heads, of
+    keys, then of queries)."""
+    await_previous()
+    row, p = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    j, r = tl.arange(0, PAIRSP)[None, :], tl.arange(0, max(RESTP, 1))[None, :]
+    position, slot = tl.load(positions + row), tl.load(slot_mapping + row).to(tl.int64)
+    keys: tl.constexpr = (KVH + HB - 1) // HB
+    head = (p - 1) * HB + tl.arange(0, HB)[:, None]
+    if p == 0:
+        i = tl.arange(0, VP)
+        value = tl.load(v + row * v_row + i, mask=i < V, other=0.0)
+        tl.store(v_cache + slot * V + i, _as_entry(value, v_cache), mask=i < V)
+    elif p <= keys:
+        a, b, rest = turn_tile(
+            k + row * k_row + head * k_head, inv_freq, inv_freq, position, inv_freq, head < KVH, j, r, 0.0,
+            mscale, D, PAIRS, RESTP, False, False, False, False, INTERLEAVED,
+        )  # fmt: skip
+        place = k_cache + (slot * KVH + head) * D
+        store_tile(place, k, a, b, rest, head < KVH, j, r, D, PAIRS, RESTP, False, INTERLEAVED)
+    else:
+        own = head - keys * HB
+        a, b, rest = turn_tile(
+            q + row * q_row + own * q_head, inv_freq, inv_freq, position, inv_freq, own < H, j, r, 0.0,
+            mscale, D, PAIRS, RESTP, False, False, False, False, INTERLEAVED,
+        )  # fmt: skip
+        to = out + (row * H + own) * D
+        store_tile(to, out, a, b, rest, own < H, j, r, D, PAIRS, RESTP, False, INTERLEAVED)
 
 
 @triton.jit
@@ -164,7 +203,7 @@ def why_not(facts: OpFacts) -> str | None:
     return f"its tiles have up to 512 columns, not {most}" if most > 512 else None
 
 
-@front_attention.variant(NAME, on="cuda", when=why_not)
+@front_attention.variant(FRONT, on="cuda", when=why_not)
 def attend(
     q: Tensor,
     k: Tensor | None,
@@ -195,15 +234,74 @@ def attend(
     sums = torch.empty(slots, HEADS, 2, dtype=torch.float32, device=q.device)
     counters = find_counters(step, tokens * tiles, parts, q.device)
     if k is not None and v is not None:
-        new = k.flatten(1), v.flatten(1)
-        launch(
-            place_pairs, (tokens,), *new, k_cache, v_cache, slot_mapping, *(t.stride(0) for t in new),
-            **_place_sizes(kv_heads * dim, kv_heads * size), num_warps=4,
-        )  # fmt: skip
+        _place_new(k, v, (k_cache, v_cache), slot_mapping)
     launch(
         attend_front, (tokens, tiles, parts), q, k_cache, v_cache, *front, block_table, query_start, seq_lens,
         out, part, sums, counters, block_table.stride(0), q.stride(0), q.stride(1), num_seqs, len(front[0]),
         scale * LOG2E, S=row_size(tokens, num_seqs), PAGE=page, **constants,
+    )  # fmt: skip
+    return out
+
+
+def _place_new(k: Tensor, v: Tensor, caches: tuple[Tensor, Tensor], slot_mapping: Tensor) -> None:
+    """Store keys and values as they are."""
+    new = k.flatten(1), v.flatten(1)
+    sizes = _place_sizes(new[0].shape[1], new[1].shape[1])
+    rows = (t.stride(0) for t in new)
+    launch(place_pairs, (len(k),), *new, *caches, slot_mapping, *rows, **sizes, num_warps=4)
+
+
+def _turn_sizes(heads: int, kv_heads: int, dim: int, size: int, rotation: Rotation) -> dict[str, int]:
+    """What `place_turned_pairs` is compiled for; size: of a value."""
+    pairs, wide = len(rotation.inv_freq), triton.next_power_of_2(dim)
+    rest = dim - 2 * pairs
+    return {
+        "H": heads,
+        "KVH": kv_heads,
+        "D": dim,
+        "V": kv_heads * size,
+        "VP": triton.next_power_of_2(kv_heads * size),
+        "PAIRS": pairs,
+        "PAIRSP": triton.next_power_of_2(pairs),
+        "RESTP": triton.next_power_of_2(rest) if rest else 0,
+        "HB": min(max(TILE // wide, 1), triton.next_power_of_2(heads)),
+        "INTERLEAVED": rotation.interleaved,
+    }
+
+
+def why_not_apart(facts: OpFacts) -> str | None:
+    """The `when` of the store of values that are wider than keys."""
+    if "v_dim" not in facts.sizes or facts.sizes["v_dim"] == facts.sizes.get("dim"):
+        return "values are of another width than keys"
+    if facts.sizes.get("over"):
+        return "it has no norms of heads"
+    return why_not(facts)
+
+
+@place_heads.variant(FRONT, on="cuda", when=why_not_apart)
+def place(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    positions: Tensor,
+    norms: HeadNorms | None,
+    rotation: Rotation | None,
+) -> Tensor:
+    """`place_heads`: the same arguments and result, without norms."""
+    if rotation is None:
+        _place_new(k, v, (k_cache, v_cache), slot_mapping)
+        return q
+    q, k, v = rows_in_order(q), rows_in_order(k), v.flatten(1)
+    (tokens, heads, dim), kv_heads = q.shape, k.shape[1]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    sizes = _turn_sizes(heads, kv_heads, dim, v_cache.shape[-1], rotation)
+    grid = tokens, 1 + sum(-(-count // sizes["HB"]) for count in (heads, kv_heads))
+    launch(
+        place_turned_pairs, grid, q, k, v, rotation.inv_freq, positions, slot_mapping, out, k_cache, v_cache,
+        q.stride(0), k.stride(0), v.stride(0), q.stride(1), k.stride(1), rotation.mscale, **sizes,
     )  # fmt: skip
     return out
 
@@ -234,11 +332,13 @@ def begin(initial: Tensor, state: Tensor, slots: Tensor, has_history: Tensor, po
 POINTERS = {
     **dict.fromkeys(("q", "k", "v", "k_cache", "v_cache", "out", "initial", "state"), "bf16*"),
     **dict.fromkeys(("front_k", "front_v", "part", "part_sums"), "fp32*"),
-    **dict.fromkeys(("table", "slot_mapping", "query_start", "seq_lens", "slots"), "i64*"),
+    **dict.fromkeys(("table", "slot_mapping", "positions", "query_start", "seq_lens", "slots"), "i64*"),
     **dict.fromkeys(("has_history", "history"), "i1*"),
-    **dict.fromkeys(("k_row", "v_row", "table_row", "q_row", "q_head", "state_row"), "i32!"),
+    **dict.fromkeys(("k_row", "v_row", "table_row", "q_row", "q_head", "k_head", "state_row"), "i32!"),
     "counters": "i32*",
+    "inv_freq": "fp32*",
     "scale": "fp32",
+    "mscale": "fp32",
 }
 KEPT = {"k_cache": "bf16*", "v_cache": "bf16*"}
 SHAPES = {"window": 1024, "whole": None}  # of Hymba
@@ -253,10 +353,12 @@ def forms() -> Iterator[KernelForm]:
             yield form
         wide = as_float32(_attend_form(f"attend_front, {name}", window, 1, torch.float32))
         yield from (wide, replace(wide, name=f"{wide.name} over bfloat16", types={**wide.types, **KEPT}))
-    place = KernelForm("place_pairs", place_pairs, POINTERS, _place_sizes(320, 640))
-    wide = as_float32(place)
-    over = replace(wide, name=f"{wide.name} over bfloat16", types={**wide.types, **KEPT})
-    yield from (place, wide, over)
+    turned = _turn_sizes(25, 5, 64, 128, Rotation(torch.empty(32, device="meta"), 1.0, False))
+    for kernel, sizes in ((place_pairs, _place_sizes(320, 640)), (place_turned_pairs, turned)):
+        form = KernelForm(kernel.fn.__name__, kernel, POINTERS, sizes)
+        wide = as_float32(form)
+        over = replace(wide, name=f"{wide.name} over bfloat16", types={**wide.types, **KEPT})
+        yield from (form, wide, over)
     begin = KernelForm("begin_rows", begin_rows, POINTERS, {"BLOCK": NUMBERS})
     yield from (begin, as_float32(begin))
 
