@@ -285,6 +285,22 @@ def test_versions_of_a_reply_are_kept_with_what_came_after(page: Any, url: str) 
     expect(page.get_by_role("button", name="Version after")).to_be_disabled()
 
 
+LATE_FRAMES = """
+const held = [], fetched = window.fetch;
+window.requestAnimationFrame = (draw) => held.push(draw);
+window.fetch = (...given) => { held.splice(0).forEach((draw) => draw()); return fetched(...given); };
+"""
+
+
+def test_a_reply_that_ended_is_not_drawn_as_live_while_the_next_one_runs(page: Any, url: str) -> None:
+    """A frame may come late: automatic calls of tools go on in the very moment that a reply ends."""
+    answers(opened(page, url), *(streamed({"content": text}) for text in ("first", "more")))
+    page.evaluate(LATE_FRAMES)
+    said(page, "Question")
+    said(page, "Go on")
+    expect(page.locator(".message .body")).to_have_text(["Question", "first", "Go on", "more"])
+
+
 @pytest.mark.slow
 def test_an_edited_question_keeps_what_it_was(page: Any, url: str) -> None:
     sent = answers(opened(page, url), streamed({"content": "one"}), streamed({"content": "two"}))

@@ -249,9 +249,10 @@ export class Chat {
   /** At most one drawing per frame, however fast tokens come. */
   refresh(message, reply) {
     if (this.frame) return;
+    const { running } = this;
     this.frame = requestAnimationFrame(() => {
       this.frame = null;
-      if (!this.isBusy) return;
+      if (this.running !== running) return; // it has ended, and perhaps the next one runs already
       const isNear = this.isNear();
       this.views.get(message)?.update(true);
       this.hooks.rate(reply.rate());
