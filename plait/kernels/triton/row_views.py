@@ -32,6 +32,11 @@ def view_rows(*tensors: Tensor) -> RowViews:
     return RowViews(found, strides, lead[-1], count)
 
 
+def pack_rows(t: Tensor) -> Tensor:
+    """t, or its copy with the numbers of each row next to each other."""
+    return t if _is_packed(t) else t.contiguous()
+
+
 def _is_packed(t: Tensor) -> bool:
     """Whether the numbers of a row are next to each other."""
     return t.stride(-1) == 1 or t.shape[-1] == 1

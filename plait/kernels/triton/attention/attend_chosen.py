@@ -35,6 +35,7 @@ from plait.kernels.triton.attention.layout import PagedLayout, why_too_large
 from plait.kernels.triton.attention.place import entry_places, place_all_heads, why_no_codes
 from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import FLOAT16, FLOAT32, KernelForm, as_half
+from plait.kernels.triton.row_views import pack_rows
 from plait.kernels.triton.shared_memory import LEAST_SHARED, shared_limit
 from plait.ops.attention import write_paged
 from plait.ops.block_sparse import block_sparse_attention
@@ -217,7 +218,7 @@ def _attend_to(
     k_cache, v_cache = caches
     (total, heads), num_seqs = q.shape[:2], len(seq_lens)
     out = torch.empty(total, heads, layout.dim, dtype=q.dtype, device=q.device)
-    q = q if q.stride(-1) == 1 else q.contiguous()
+    q = pack_rows(q)
     sizes = _list_constants(layout, caches, size, sinks is not None, shared_limit(q.device))
     tiles, top_k = -(-sizes["G"] // sizes["BM"]), chosen.shape[-1]
     splits = -(-top_k * size // SPLIT)

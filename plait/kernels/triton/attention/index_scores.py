@@ -31,6 +31,7 @@ from plait.kernels.triton.attention.choose import (
 )
 from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import KernelForm, as_half, with_float16
+from plait.kernels.triton.row_views import pack_rows
 from plait.ops.block_sparse import choose_blocks
 from plait.ops.entry import CODED
 from plait.ops.indexer import choose_keys
@@ -242,10 +243,6 @@ def score_blocks(
             )  # fmt: skip
 
 
-def _dense(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def _columns(dim: int, is_whole: bool) -> dict[str, int]:
     """A key's columns: all at once, or in parts."""
     wide = max(16, triton.next_power_of_2(dim))
@@ -290,7 +287,7 @@ def choose_best_keys(
 ) -> Tensor:
     """`choose_keys`: the same arguments and result."""
     (total, heads, dim), num_seqs = q.shape, len(seq_lens)
-    q, weights, k = _dense(q), _dense(weights), _dense(k)
+    q, weights, k = pack_rows(q), pack_rows(weights), pack_rows(k)
     page, most = cache.shape[1], block_table.shape[1] * cache.shape[1]
     chosen = torch.empty(total, top_k, dtype=torch.int32, device=q.device)
     sizes = {"S": count_sequences(num_seqs), **_key_sizes(heads, dim, page, q.dtype)}
@@ -324,7 +321,7 @@ def choose_best_blocks(
 ) -> Tensor:
     """`choose_blocks`: the same arguments and result."""
     (total, heads, dim), num_seqs = q.shape, len(seq_lens)
-    q, k = _dense(q), _dense(k)
+    q, k = pack_rows(q), pack_rows(k)
     page, most = cache.shape[1], -(-block_table.shape[1] * cache.shape[1] // size)
     chosen = torch.empty(total, heads, top_k, dtype=torch.int32, device=q.device)
     sizes = {"S": count_sequences(num_seqs), **_block_sizes(heads, dim, page, size, q.dtype)}

@@ -17,7 +17,8 @@ from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import KernelForm, with_float16, with_float32
 from plait.kernels.triton.maths import apply_activation
 from plait.kernels.triton.pointwise.norm import why_too_wide
-from plait.kernels.triton.pointwise.streams import mix_constants, pack_rows, row_constants
+from plait.kernels.triton.pointwise.streams import mix_constants, row_constants
+from plait.kernels.triton.row_views import pack_rows
 from plait.ops.activation import ACTIVATIONS
 from plait.ops.altup import activate_largest, add_streams, correct_streams, predict_streams
 from plait.ops.launch import launch

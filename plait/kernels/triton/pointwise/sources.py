@@ -20,6 +20,7 @@ from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import KernelForm, with_float16, with_float32
 from plait.kernels.triton.pointwise.norm import why_too_wide
 from plait.kernels.triton.pointwise.streams import row_constants
+from plait.kernels.triton.row_views import pack_rows
 from plait.ops.launch import launch
 from plait.ops.registry import OpFacts
 from plait.ops.streams import mix_sources
@@ -109,7 +110,7 @@ def _why_not(facts: OpFacts) -> str | None:
 @mix_sources.variant(NAME, on="cuda", when=_why_not)
 def mix_in_two_launches(queries: Tensor, eps: float, of_normed: bool, *sources: Tensor) -> Tensor:
     """`mix_sources`: the same arguments and result."""
-    found = [x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous() for x in sources]
+    found = [pack_rows(x) for x in sources]
     count, reads, (tokens, width) = len(found), len(queries), sources[0].shape
     filled = [*found, *found[:1] * (MOST - count)]
     where = (*filled, *(x.stride(0) for x in filled))

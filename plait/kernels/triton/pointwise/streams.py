@@ -22,6 +22,7 @@ from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import KernelForm, with_float16, with_float32
 from plait.kernels.triton.maths import sigmoid
 from plait.kernels.triton.pointwise.norm import EACH, why_too_wide
+from plait.kernels.triton.row_views import pack_rows
 from plait.ops.launch import launch
 from plait.ops.registry import OpFacts
 from plait.ops.streams import (
@@ -304,11 +305,6 @@ def keep_in_rows(x: Tensor, times: float) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     launch(keep_rows, (len(x),), x, out, x.stride(0), times, **row_constants(x.shape[1]))
     return out
-
-
-def pack_rows(x: Tensor) -> Tensor:
-    """x, the numbers of a row next to each other."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def row_constants(width: int) -> dict[str, int]:

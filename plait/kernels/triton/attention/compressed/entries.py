@@ -30,11 +30,11 @@ from plait.kernels.triton.attention.compressed.rows import (
     find_counters,
     find_row,
     row_size,
-    rows_in_order,
 )
 from plait.kernels.triton.attention.place import _as_entry, _code, _group_scales, why_no_codes
 from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import FLOAT16, KernelForm, as_half, split_options
+from plait.kernels.triton.row_views import pack_rows
 from plait.ops.attention import paged_latent_attention
 from plait.ops.compressed import entry_attention
 from plait.ops.entry import Codes, latent_codes
@@ -207,7 +207,7 @@ def _attend(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not tokens:
         return out
-    q = rows_in_order(q)
+    q = pack_rows(q)
     codes = latent_codes(dim, 0) if cache.dtype is torch.int8 else None
     constants = _constants(heads, dim, window, cache.dtype, q.dtype, codes)
     words = cache.view(torch.int16) if codes else cache
@@ -220,8 +220,8 @@ def _attend(
     counters = find_counters(work, tokens * blocks, parts, q.device)
     few = {"S": row_size(tokens, num_seqs), "RATE": rate, "STEP": step}
     if latent is not None:
-        latent, stored = rows_in_order(latent), few if entries is not None else few | {"RATE": 0}
-        entries = latent if entries is None else rows_in_order(entries)
+        latent, stored = pack_rows(latent), few if entries is not None else few | {"RATE": 0}
+        entries = latent if entries is None else pack_rows(entries)
         launch(
             store_entries, (tokens,), latent, entries, cache, words, packed, near[1], far[1], *seqs,
             latent.stride(0), entries.stride(0), num_seqs, **stored, **_store_sizes(constants), num_warps=4,

@@ -25,12 +25,12 @@ from plait.kernels.triton.attention.compressed.rows import (
     find_counters,
     find_row,
     row_size,
-    rows_in_order,
 )
 from plait.kernels.triton.attention.compressed.turn import TILE, store_tile, turn_tile
 from plait.kernels.triton.attention.place import _as_entry
 from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import KernelForm, as_float32, split_options, with_float16
+from plait.kernels.triton.row_views import pack_rows
 from plait.ops.entry import CODED
 from plait.ops.front import begin_slots, front_attention
 from plait.ops.launch import launch
@@ -224,7 +224,7 @@ def attend(
     out = torch.empty(tokens, heads, size, dtype=q.dtype, device=q.device)
     if not tokens:
         return out
-    q = rows_in_order(q)
+    q = pack_rows(q)
     constants = _constants(heads, kv_heads, (dim, size), window, q.dtype)
     tiles = kv_heads * -(-constants["G"] // HEADS)
     most = min(block_table.shape[1] * page, window or block_table.shape[1] * page)
@@ -294,7 +294,7 @@ def place(
     if rotation is None:
         _place_new(k, v, (k_cache, v_cache), slot_mapping)
         return q
-    q, k, v = rows_in_order(q), rows_in_order(k), v.flatten(1)
+    q, k, v = pack_rows(q), pack_rows(k), v.flatten(1)
     (tokens, heads, dim), kv_heads = q.shape, k.shape[1]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     sizes = _turn_sizes(heads, kv_heads, dim, v_cache.shape[-1], rotation)

@@ -41,11 +41,6 @@ def find_counters(step: dict[object, object] | None, tiles: int, parts: int, dev
     return found
 
 
-def rows_in_order(x: Tensor) -> Tensor:
-    """x, or its copy with the numbers of each row next to each other."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 @triton.jit
 def find_row(query_start, seq_lens, token, num_seqs, S: tl.constexpr):
     """(the sequence of a token, its position). S: 1 where each sequence has one token."""

@@ -23,10 +23,11 @@ from plait.kernels.triton.attention.choose import (
     part_rows,
     programs_of_row,
 )
-from plait.kernels.triton.attention.compressed.rows import find_row, row_size, rows_in_order
+from plait.kernels.triton.attention.compressed.rows import find_row, row_size
 from plait.kernels.triton.attention.place import _as_entry
 from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import KernelForm, as_half, split_options, with_float16
+from plait.kernels.triton.row_views import pack_rows
 from plait.ops.compressed import add_open_block, choose_entries, spread_windows
 from plait.ops.launch import launch
 
@@ -119,7 +120,7 @@ def choose(
 ) -> Tensor:
     """`choose_entries`: the same arguments and result."""
     (tokens, heads, dim), num_seqs = q.shape, len(seq_lens)
-    q, weights, entries = (rows_in_order(x) for x in (q, weights, entries))
+    q, weights, entries = (pack_rows(x) for x in (q, weights, entries))
     page = cache.shape[1] * step
     most = max(1, block_table.shape[1] * page // rate)
     chosen = torch.empty(tokens, top_k, dtype=torch.int32, device=q.device)

@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.attention.compressed.rows import rows_in_order
 from plait.kernels.triton.attention.place import _as_entry, _round_as, _sum_numbers
 from plait.kernels.triton.attention.rope import pair_columns, rotate_pairs
 from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import KernelForm, with_float16, with_float32
+from plait.kernels.triton.row_views import pack_rows
 from plait.ops.entry import CODED
 from plait.ops.launch import launch
 from plait.ops.place import NormWeights, Rotation, place_compressed, turn_heads
@@ -172,7 +172,7 @@ def _constants(
 @turn_heads.variant(NAME, on="cuda")
 def turn(x: Tensor, positions: Tensor, norm: NormWeights | None, rotation: Rotation, is_last: bool) -> Tensor:
     """`turn_heads`: the same arguments and result."""
-    x = rows_in_order(x)
+    x = pack_rows(x)
     tokens, heads, dim = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     sizes = _constants(heads, dim, len(rotation.inv_freq), norm, rotation.interleaved, is_last)
@@ -207,8 +207,8 @@ def place(
     step: int,
 ) -> Tensor:
     """`place_compressed`: the same arguments and result."""
-    q, latent = rows_in_order(q), rows_in_order(latent)
-    entries = latent if entries is None else rows_in_order(entries)
+    q, latent = pack_rows(q), pack_rows(latent)
+    entries = latent if entries is None else pack_rows(entries)
     (tokens, heads, dim), packed = q.shape, cache if packed is None else packed
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     sizes = _place_sizes(heads, dim, len(rotation.inv_freq), rotation.interleaved)
