@@ -282,6 +282,12 @@ class Report:
         if self._path is None or made.faults:
             return
         self._lines[key] = show_row(made, self._digests[key])
+        self.write()
+
+    def write(self) -> None:
+        """Write all rows that there are; a row without a form is none of them."""
+        if self._path is None:
+            return
         lines = [self._lines[key] for key in self._digests if key in self._lines]
         self._path.write_text(
             HEAD.format(version=version("triton")) + "\n".join(lines) + "\n", encoding="utf-8"
@@ -330,6 +336,8 @@ def main() -> int:
         for module, name, target in list_forms(targets)
         if options.match in name and not report.has(RowKey(name, target))
     ]
+    if options.stale and not wanted:
+        report.write()
     done, faulty = 0, 0
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         for made in pool.map(compile_form, *zip(*wanted, strict=True)) if wanted else ():
