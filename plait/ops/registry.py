@@ -168,11 +168,21 @@ class Op:
         native: bool = False,
         tolerance: Mapping[torch.dtype, float] | None = None,
     ) -> Callable[[F], F]:
-        """Register a faster way. Later registrations are tried first; a name that is there is kept."""
+        """Register a faster way; later ones are tried first. Of a module that runs again the first is kept.
+
+        Raises ConfigError if another module has a variant of this name for the device: it would never run.
+        """
 
         def register(fn: F) -> F:
-            if all((v.name, v.on) != (name, on) for v in self.variants):
-                self.variants.insert(0, Variant(name, on, fn, when, native, tolerance, self.is_product))
+            new = Variant(name, on, fn, when, native, tolerance, self.is_product)
+            there = next((v for v in self.variants if (v.name, v.on) == (name, on)), None)
+            if there is None:
+                self.variants.insert(0, new)
+            elif there.module != new.module:
+                raise ConfigError(
+                    f"{self.name} on {on}: {new.module} registers {name!r}, a variant of {there.module}; "
+                    "give it another name"
+                )
             return fn
 
         return register
