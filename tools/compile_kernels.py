@@ -6,10 +6,10 @@
 
 A form passes if it compiles, spills nothing, fits into the shared memory that a block of that GPU may have,
 has the instructions that it demands (wide loads, products of matrices), and takes no more of them for each
-weight than it may: decoding costs instructions, of which a fast memory leaves few. From sm_90 on forms are
-compiled for programmatic dependent launch, and have to wait before they read or write. Each row of the
-report has the digest of its source (`kernel_sources`), and is written as soon as it is known. Needs `triton`,
-no GPU.
+weight than it may: decoding costs instructions, of which a fast memory leaves few. No address may be made of
+32 bits that may not hold it (`narrow_addresses`). From sm_90 on forms are compiled for programmatic dependent
+launch, and have to wait before they read or write. Each row of the report has the digest of its source
+(`kernel_sources`), and is written as soon as it is known. Needs `triton`, no GPU.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from plait.kernels.load import load_for_gpu, triton_kernels
 from plait.kernels.triton.forms import TARGETS, KernelForm
 from plait.ops.launch import LAUNCH_OPTIONS
 from tools.kernel_sources import RowKey, digest_form, find_stale, is_dependent, list_constants, read_rows
+from tools.narrow_addresses import find_narrow
 
 SHARED_KIB = {
     75: 64,
@@ -137,6 +138,7 @@ def measure_form(form: KernelForm, target: int) -> Compiled:
         name, target, registers, spills, shared, seconds, per_weight, dict(sorted(seen.items())), warps
     )
     faults = judge(form, made_of) + (find_early(code) if is_dependent(form, target) else [])
+    faults += [f"32 bits may not hold an address: {place}" for place in find_narrow(made.asm["ttir"])]
     return replace(made_of, faults=tuple(faults))
 
 

@@ -133,7 +133,7 @@ def expand_rows(
             total = tl.dot(numbers, given, total, input_precision="ieee")
         shown = there[:, None] & here[None, :]
         before = tl.load(to, mask=shown, other=0.0).to(tl.float32)
-        found = before + tl.load(scales + (slot - 1) * parts + part) * total
+        found = before + tl.load(scales + (slot - 1) * parts + part) * total  # 32 bits hold slots × parts
         tl.store(to, found.to(y.dtype.element_ty), mask=shown)
         slot = next_slot(own, slot)
 

@@ -124,7 +124,7 @@ def many_planes(
             HIGH, VALUE, ZERO, SCALES, GROUP, BLOCK, TALL, APPLY, BASE, CODE, EVEN, UNITS, BN, BM,
         )  # fmt: skip
         cell = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
-        number = block * tl.num_programs(1) + tile
+        number = block * tl.num_programs(1) + tile  # 32 bits hold the tiles of SPLIT rows
         first = parts + number.to(tl.int64) * (SHARES * BN * BM) + cell
         tl.store(first + share * (BN * BM), total)
         tl.debug_barrier()  # all of this share is written before it counts

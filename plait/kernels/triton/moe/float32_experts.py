@@ -51,6 +51,7 @@ def float32_pairs(
             BITS, HIGH, VALUE, ZERO, SCALES, GROUP, BLOCK, TALL, BN, BM,
         )  # fmt: skip
         if BIASED:
+            # 32 bits hold a bias of all experts
             total += tl.load(bias + e * n + rows, mask=inside, other=0.0).to(tl.float32)[:, None]
         place = y + pair.to(tl.int64)[None, :] * n + rows[:, None]
         tl.store(place, total.to(y.dtype.element_ty), mask=inside[:, None] & there[None, :])

@@ -85,6 +85,7 @@ def multiply_pairs(
         )  # fmt: skip
         if BIASED:
             n_out = size * 2 if GATED else size
+            # 32 bits hold a bias of all experts
             total += tl.load(bias + e * n_out + rows).to(tl.float32)[:, None]
         if GATED:
             gate, up = tl.split(tl.permute(tl.reshape(total, [2, OUT, BM]), (1, 2, 0)))

@@ -48,7 +48,7 @@ def scan_heads(
 ):  # fmt: skip
     """x: [T, H, P], B, C: [T, H / RATIO, N], theta: [T, H, N / 2] -> y [T, H, P]. Grid: (H, S)."""
     await_previous()
-    head, s = tl.program_id(0), tl.program_id(1)
+    head, s = tl.program_id(0).to(tl.int64), tl.program_id(1)
     n = tl.arange(0, NP)
     okn = n < N
     first, end = tl.load(query_start + s).to(tl.int64), tl.load(query_start + s + 1).to(tl.int64)

@@ -35,7 +35,7 @@ def walk_gates(
     """q, k: [T, H, K], enter, forget: [T, H], norms: [slots, H, K], largest: [slots, H] -> gates [T, H, 3]:
     f, i and the divisor. Grid: (H, S)."""
     await_previous()
-    head, s, i = tl.program_id(0), tl.program_id(1), tl.arange(0, KP)
+    head, s, i = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, KP)
     ok = i < K
     first, end = tl.load(query_start + s).to(tl.int64), tl.load(query_start + s + 1).to(tl.int64)
     slot, past = tl.load(slots + s).to(tl.int64), tl.load(has_history + s).to(tl.int32)

@@ -103,7 +103,7 @@ def attend_entries(
     first, last, slot = split * 0, splits, split * 0 - 1
     if tl.num_programs(2) > 1:
         first, last = split, tl.minimum(split + 1, splits)
-        slot = (token * tl.num_programs(1) + block) * tl.num_programs(2)
+        slot = (token * tl.num_programs(1) + block) * tl.num_programs(2)  # 32 bits hold MOST_SLOTS
     if first < last:
         head, d = block * BM + tl.arange(0, BM), tl.arange(0, DP)
         there, row = head < H, token.to(tl.int64)
@@ -149,7 +149,7 @@ def attend_entries(
             largest, before, now = _join_softmaxes(largest, top)
             sums = sums * before + mass * now
             acc = acc * before[:, None] + values * now[:, None]
-        tile = token * tl.num_programs(1) + block
+        tile = token * tl.num_programs(1) + block  # 32 bits hold MOST_SLOTS
         is_whole, sums, acc = join_splits(
             largest, sums, acc, part, part_sums, counters, slot, split, 0, 1, splits, tile, 0, there, d,
             1, 1, BM, DP, MIXED=False,

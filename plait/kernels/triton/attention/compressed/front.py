@@ -122,7 +122,7 @@ def attend_front(
     first, last, slot = split * 0, splits, split * 0 - 1
     if tl.num_programs(2) > 1:
         first, last = split, tl.minimum(split + 1, splits)
-        slot = (token * tl.num_programs(1) + block) * tl.num_programs(2)
+        slot = (token * tl.num_programs(1) + block) * tl.num_programs(2)  # 32 bits hold MOST_SLOTS
     if first < last:
         kv = block // ((G + BM - 1) // BM)
         own = block % ((G + BM - 1) // BM) * BM + tl.arange(0, BM)
@@ -156,7 +156,7 @@ def attend_front(
             largest, before, now = _join_softmaxes(largest, top)
             sums = sums * before + mass * now
             acc = acc * before[:, None] + values * now[:, None]
-        tile = token * tl.num_programs(1) + block
+        tile = token * tl.num_programs(1) + block  # 32 bits hold MOST_SLOTS
         is_whole, sums, acc = join_splits(
             largest, sums, acc, part, part_sums, counters, slot, split, 0, 1, splits, tile, 0, there, e,
             1, 1, BM, EP, MIXED=False,

@@ -1,0 +1,61 @@
+"""The compile gate names addresses that 32 bits may not hold. Where Triton interprets it compiles nothing, so
+another process does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+KERNELS = """
+import triton
+import triton.language as tl
+from plait.kernels.triton.forms import KernelForm
+from tools.compile_kernels import measure_form
+
+@triton.jit
+def take(x, table, y, width, count, N: tl.constexpr, WIDE: tl.constexpr):
+    row, lane = tl.program_id(0), tl.arange(0, N)
+    head = tl.program_id(1)
+    if WIDE:
+        row = row.to(tl.int64)
+    total = tl.zeros([N], tl.float32)
+    for i in range(count):
+        at = row * width  # narrow
+        if i < 2:
+            at += 1
+        total += tl.load(x + at + i * N + lane + head * width)
+    page = tl.load(table + row)
+    if WIDE:
+        page = page.to(tl.int64)
+    first = page * 4096  # narrow
+    first += page * 5000 % 64  # 32 bits hold the pages of this test
+    tl.store(y + tl.where(count > 2, first, 0) + lane, total)
+
+types = {"x": "fp32*", "table": "i32*", "y": "fp32*"}
+for wide in (False, True):
+    form = KernelForm("take", take, types, {"N": 128, "WIDE": wide}, targets=(80,))
+    print(*measure_form(form, 80).faults, sep="|")
+"""
+
+
+def test_products_that_32_bits_may_not_hold_are_faults_where_an_address_is_made_of_them(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("triton")
+    path = tmp_path / "kernels.py"
+    path.write_text(KERNELS, "utf-8")
+    narrow = [n for n, line in enumerate(KERNELS.splitlines(), 1) if line.endswith("# narrow")]
+    plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    made = subprocess.run(
+        [sys.executable, path], env={**plain, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert made.returncode == 0, made.stderr
+    faults, none = made.stdout.splitlines()
+    assert [fault.rpartition(":")[2] for fault in faults.split("|")] == [str(n) for n in narrow]
+    assert faults.count("32 bits may not hold an address") == 2
+    assert none == ""
