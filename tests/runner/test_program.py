@@ -168,7 +168,10 @@ def test_so_is_one_of_a_trained_hybrid(nano_hybrid: Path) -> None:
     same = {"kv_dtype": "bfloat16", "precise": True}  # reference ops round nothing by themselves
     with loaded(nano_hybrid, **same) as model, loaded(nano_hybrid, **same, ops="reference") as reference:
         assert model.runner.is_recorded, model.runner.step_kind
-        assert_replayed(model, reference)
+        assert_replayed(model, None)
+        ids = [1, 5, 2, 9, 3, 7, 4, 4]
+        got, want = (m.runner.logits(ids, 4) for m in (model, reference))
+        torch.testing.assert_close(got, want, atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.slow
