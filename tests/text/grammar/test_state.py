@@ -90,6 +90,8 @@ class Words:
         for i in range(self.vocabulary.size):
             if i not in tokenizer.special_ids and (token := tokenizer.token_bytes(i)):
                 self.by_first.setdefault(token[:1], []).append(i)
+        tokens = {tokenizer.token_bytes(i): i for c in CLOSERS for i in self.by_first.get(c, ())}
+        self.closers = [tokens[c] for c in CLOSERS if c in tokens]
 
     def state(self, **body: Any) -> GrammarState:
         grammar = grammar_from(body)
@@ -136,8 +138,7 @@ class Words:
             if step >= free:
                 if state.may_stop:
                     return reply
-                tokens = {self.tokenizer.token_bytes(i): i for i in ids}
-                ids = [tokens[c] for c in CLOSERS if c in tokens][:1] or ids
+                ids = [i for i in self.closers if i in ids][:1] or ids
             token_id = choose.choice(ids)
             state.accept(token_id)
             if token_id in self.vocabulary.ends:

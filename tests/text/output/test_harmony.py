@@ -29,11 +29,15 @@ CALLED = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"n":
 OBJECT = Grammar("json_schema", '{"type": "object"}', "response_format")
 
 
-@pytest.fixture(params=["text", "control tokens"])
-def harmony(request: Any, byte_level: Any, tmp_path: Path) -> Iterator[tuple[ReplyFormat, Takes]]:
+@pytest.fixture(params=["text", "control tokens"], scope="module")
+def harmony(
+    request: Any, byte_level: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[ReplyFormat, Takes]]:
     """Its markers being text, or tokens of their own: (how the model speaks, who takes a whole reply)."""
-    plain = request.param == "text"
-    found = builtin_tokenizer("cl100k_base", True) if plain else with_control_tokens(byte_level, tmp_path)
+    if request.param == "text":
+        found = builtin_tokenizer("cl100k_base", True)
+    else:
+        found = with_control_tokens(byte_level, tmp_path_factory.mktemp("harmony"))
     compiler = GrammarCompiler(found)
     model = ReplyFormat(found, JinjaTemplate("test", {"default": HARMONY}, found, {}))
     assert (model.tools and model.tools.name, model.reasoning and model.reasoning.name) == ("harmony",) * 2
