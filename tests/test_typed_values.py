@@ -76,8 +76,8 @@ def test_values_are_those_of_msgspec() -> None:
 
 def typed_uses(path: Path) -> list[int]:
     """The lines on which a module has msgspec decode to a type, or make a decoder."""
-    found = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    found, text = list[int](), path.read_text(encoding="utf-8")
+    for node in ast.walk(ast.parse(text)) if "msgspec" in text else ():
         if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("msgspec."):
             name = ast.unparse(node.func).rsplit(".", 1)[-1]
             is_typed = name in {"convert", "Decoder"} or any(word.arg == "type" for word in node.keywords)

@@ -38,26 +38,43 @@ class RowKey(NamedTuple):
 def digest_form(form: KernelForm, target: int) -> str:
     """The digest of the source that a form has now, on one target."""
     early = is_dependent(form, target)
-    parts = [*_list_sources(_function_of(form.kernel), early), repr(target)]
+    parts = ["", repr(target)]  # behind the sources
     parts += [repr((form.num_warps, form.num_stages)), *(["launch_pdl"] if early else [])]
-    parts.append(f"triton {version('triton')}")
+    parts.append(f"triton {_triton_version()}")
     for values in (form.types, list_constants(form), {**LAUNCH_OPTIONS, **form.options}):
         parts.append(repr(sorted(values.items())))
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:LENGTH]
+    made = _hash_sources(_function_of(form.kernel), early).copy()
+    made.update("\0".join(parts).encode())
+    return made.hexdigest()[:LENGTH]
 
 
 def list_constants(form: KernelForm) -> dict[str, object]:
     """A form's constants, with those that a launch leaves to the kernel."""
     fn = _function_of(form.kernel)
-    parameters = inspect.signature(fn).parameters if fn else {}
-    left = {n: p.default for n, p in parameters.items() if p.default is not p.empty and n not in form.types}
+    left = {name: value for name, value in _list_defaults(fn) if name not in form.types} if fn else {}
     return {**left, **form.constants}
 
 
 def is_dependent(form: KernelForm, target: int) -> bool:
     """Whether a form is launched there before the kernels before it have ended."""
     fn = _function_of(form.kernel)
-    return target >= FIRST and fn is not None and WAITS.search(inspect.getsource(fn)) is not None
+    return target >= FIRST and fn is not None and WAITS.search(_source_of(fn)) is not None
+
+
+@cache
+def _triton_version() -> str:
+    return version("triton")
+
+
+@cache
+def _source_of(fn: FunctionType) -> str:
+    return inspect.getsource(fn)
+
+
+@cache
+def _list_defaults(fn: FunctionType) -> tuple[tuple[str, object], ...]:
+    found = inspect.signature(fn).parameters.values()
+    return tuple((p.name, p.default) for p in found if p.default is not p.empty)
 
 
 def read_rows(report: Path) -> dict[RowKey, tuple[str, str]]:
@@ -89,6 +106,12 @@ def _function_of(value: object) -> FunctionType | None:
     return inner if isinstance(inner, FunctionType) else None
 
 
+@cache
+def _hash_sources(kernel: FunctionType | None, early: bool) -> hashlib._Hash:
+    """The hash of a kernel's sources: hundreds of forms go on from a copy of it."""
+    return hashlib.sha256("\0".join(_list_sources(kernel, early)).encode())
+
+
 def _list_sources(kernel: FunctionType | None, early: bool) -> Sequence[str]:
     """The texts of a kernel and of what it calls, each once, and the constants that they read.
 
@@ -118,7 +141,7 @@ def _list_sources(kernel: FunctionType | None, early: bool) -> Sequence[str]:
 @cache
 def _read_source(fn: FunctionType, early: bool) -> tuple[str, tuple[str, ...]]:
     """A function's text without comments and docstrings, and the names that it reads."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(fn)))
+    tree = ast.parse(textwrap.dedent(_source_of(fn)))
     if not early:
         tree = _PlainLaunch().visit(tree)
     for node in ast.walk(tree):
