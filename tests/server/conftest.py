@@ -14,6 +14,7 @@ from openai import OpenAI
 
 from plait.config import ServerConfig
 from plait.frontend.frontend import Front
+from plait.server.http import listening
 from plait.server.run import Load, Server, serve_front
 from tests.contract.wire import Answer, Client
 from tests.patience import PATIENCE_S, wait_until
@@ -35,25 +36,29 @@ class Running:
         return self.server.url
 
     def stop(self) -> None:
-        self.server.should_exit = True
-        self.thread.join(PATIENCE_S)
+        """At once: no client is far away, with a connection that has only begun."""
+        with pytest.MonkeyPatch.context() as patch:
+            if not self.server.should_exit:  # else a test of the end has begun it
+                patch.setattr(listening, "HANDSHAKE_S", 0.0)
+            self.server.should_exit = True
+            self.thread.join(PATIENCE_S)
         assert not self.thread.is_alive()
 
 
 def start(load: Load, config: ServerConfig) -> Running:
     """`serve_front` in a thread; returns as soon as it listens."""
-    listening: queue.SimpleQueue[Server] = queue.SimpleQueue()
+    servers: queue.SimpleQueue[Server] = queue.SimpleQueue()
     raised: list[BaseException] = []
 
     def run() -> None:
         try:
-            serve_front(load, config, listening.put)
+            serve_front(load, config, servers.put)
         except BaseException as error:
             raised.append(error)
 
     thread = threading.Thread(target=run)
     thread.start()
-    return Running(listening.get(timeout=PATIENCE_S), thread, raised)
+    return Running(servers.get(timeout=PATIENCE_S), thread, raised)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,8 @@ from plait.spec.model import ModelSpec, NormSpec
 from plait.worker.child import BuiltEngine
 from tests.engine.hash_model import VOCAB, HashModel, engine
 
+BUILDER = f"{__name__}:build"
+SETTINGS = EngineConfig(max_num_seqs=16, max_num_batched_tokens=64)
 POISON, STALL, GARBAGE, LONG, WORDY, LOUD = 90, 91, 92, 93, 94, 95  # tokens
 CONTEXT = 400
 STEP_S = 0.002

@@ -42,14 +42,21 @@ from plait.worker.supervisor import Patience
 from tests.engine.hash_model import BLOCK, Reader, oracle, prompts, request
 from tests.loading.adapters.made import linear_modules, write_llama, write_peft
 from tests.patience import until
-from tests.worker.fake_engines import GARBAGE, LONG, LOUD, POISON, STALL, WORDY
+from tests.worker.fake_engines import (
+    BUILDER,
+    GARBAGE,
+    LONG,
+    LOUD,
+    POISON,
+    SETTINGS,
+    STALL,
+    WORDY,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
-BUILDER = "tests.worker.fake_engines:build"
-SETTINGS = EngineConfig(max_num_seqs=16, max_num_batched_tokens=64)
 ORPHAN = """
 import time
-from tests.worker.test_client import BUILDER, SETTINGS
+from tests.worker.fake_engines import BUILDER, SETTINGS
 from plait.worker.client import EngineProcess
 process = EngineProcess("fine", SETTINGS, builder=BUILDER)
 process.ready(lambda *_: None)
@@ -60,7 +67,7 @@ time.sleep(60)
 
 IMPORTING = """
 import sys, time
-from tests.worker.test_client import BUILDER, SETTINGS
+from tests.worker.fake_engines import BUILDER, SETTINGS
 from plait.worker.client import EngineProcess
 sys.path.insert(0, sys.argv[1])  # which the engine's process gets
 process = EngineProcess("fine", SETTINGS, builder=BUILDER)
@@ -78,6 +85,13 @@ def running(
         yield process
     finally:
         assert process.close(drain=False)
+
+
+@pytest.fixture(scope="module")
+def unharmed() -> Iterator[EngineProcess]:
+    """For tests that leave it as it was."""
+    with running() as process:
+        yield process
 
 
 def test_an_engine_takes_the_kernels_that_no_folder_took_from_the_one_before(
@@ -437,9 +451,8 @@ def test_what_can_be_refused_at_once_is_and_the_rest_arrives_as_events() -> None
     assert reader.ends("r0") == ["cancelled"]
 
 
-def test_the_process_knows_the_longest_sequence_that_memory_holds() -> None:
-    with running() as process:
-        assert process.longest == 400
+def test_the_process_knows_the_longest_sequence_that_memory_holds(unharmed: EngineProcess) -> None:
+    assert unharmed.longest == 400
 
 
 @pytest.mark.parametrize("drain", [True, False])
@@ -459,31 +472,29 @@ def test_closing_with_drain_finishes_what_is_open_and_without_cancels_it(drain: 
         process.submit(request("late", [5]), reader)
 
 
-def test_a_reader_that_fails_has_its_own_request_ended() -> None:
+def test_a_reader_that_fails_has_its_own_request_ended(unharmed: EngineProcess) -> None:
     reader = Reader()
 
     def broken(event: Any) -> None:
         raise ValueError("a reader's fault")
 
-    with running() as process:
-        process.submit(request("bad", [5], max_tokens=300), broken)
-        process.submit(request("good", [5], max_tokens=20), reader)
-        until(done(reader, "good"))
-        until(lambda: process.stats()["num_running"] == 0)
+    unharmed.submit(request("bad", [5], max_tokens=300), broken)
+    unharmed.submit(request("good", [5], max_tokens=20), reader)
+    until(done(reader, "good"))
+    until(lambda: unharmed.stats()["num_running"] == 0)
     assert reader.tokens("good") == oracle([5], 20)
 
 
-def test_requests_that_the_engine_has_not_looked_at_yet_wait() -> None:
+def test_requests_that_the_engine_has_not_looked_at_yet_wait(unharmed: EngineProcess) -> None:
     reader = Reader()
-    with running() as process:
-        until(lambda: process.healthy)
-        os.kill(process.pid or 0, signal.SIGSTOP)
-        for i in range(3):
-            process.submit(request(f"r{i}", [5 + i], max_tokens=4), reader)
-        assert process.stats()["num_waiting"] == 3
-        os.kill(process.pid or 0, signal.SIGCONT)
-        until(done(reader, "r0", "r1", "r2"))
-        until(lambda: process.stats()["num_waiting"] == 0)
+    until(lambda: unharmed.healthy)
+    os.kill(unharmed.pid or 0, signal.SIGSTOP)
+    for i in range(3):
+        unharmed.submit(request(f"r{i}", [5 + i], max_tokens=4), reader)
+    assert unharmed.stats()["num_waiting"] == 3
+    os.kill(unharmed.pid or 0, signal.SIGCONT)
+    until(done(reader, "r0", "r1", "r2"))
+    until(lambda: unharmed.stats()["num_waiting"] == 0)
 
 
 def test_a_request_that_is_replayed_when_its_engine_is_killed_again_is_not_blamed(
@@ -583,13 +594,12 @@ def test_an_engine_that_takes_another_s_place_says_how_it_gets_on() -> None:
     assert process.loading is None
 
 
-def test_tokens_of_one_interval_cross_in_one_event() -> None:
+def test_tokens_of_one_interval_cross_in_one_event(unharmed: EngineProcess) -> None:
     reader, prompt = Reader(), [3, 5, 7, 11]
-    with running() as process:
-        process.submit(request("fours", prompt, max_tokens=11, n=2, more={"interval": 4}), reader)
-        process.submit(request("whole", prompt, max_tokens=70, more={"interval": 64}), reader)
-        until(done(reader, "whole"))
-        until(done(reader, "fours", choices=2))
+    unharmed.submit(request("fours", prompt, max_tokens=11, n=2, more={"interval": 4}), reader)
+    unharmed.submit(request("whole", prompt, max_tokens=70, more={"interval": 64}), reader)
+    until(done(reader, "whole"))
+    until(done(reader, "fours", choices=2))
     for name, index, interval, count in (("fours", 0, 4, 11), ("fours", 1, 4, 11), ("whole", 0, 64, 70)):
         events = reader.events[name, index]
         first, *others = [n for e in events if (n := len(e.token_ids))]

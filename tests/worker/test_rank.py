@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
@@ -52,13 +51,21 @@ def group_of(llm: LLM) -> RankGroup:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[LLM]:
+    """Two, and their processes end with the engine."""
     with LLM(NANO, device="cpu", tensor_parallel_size=2, deterministic=True) as llm:
+        (pid,) = group_of(llm).pids
+        yield llm
+    until(lambda: not Path(f"/proc/{pid}").exists())
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[LLM]:
+    with LLM(NANO, device="cpu", deterministic=True) as llm:
         yield llm
 
 
-def test_two_ranks_give_tokens_and_log_probabilities_of_one_to_the_bit(ranks: LLM) -> None:
-    with LLM(NANO, device="cpu", deterministic=True) as alone:
-        wanted = said(alone.generate(PROMPTS, PARAMS))
+def test_two_ranks_give_tokens_and_log_probabilities_of_one_to_the_bit(ranks: LLM, alone: LLM) -> None:
+    wanted = said(alone.generate(PROMPTS, PARAMS))
     assert said(ranks.generate(PROMPTS, PARAMS)) == wanted
     assert len({tokens for tokens, _ in wanted}) == 2
 
@@ -84,18 +91,9 @@ def test_ranks_run_the_steps_by_which_memory_is_measured_together(ranks: LLM) ->
     assert said(ranks.generate(PROMPTS[:1], PARAMS[:1])) == before
 
 
-def test_a_rank_has_its_share_of_the_weights_and_ends_with_the_engine() -> None:
-    llm = LLM(NANO, device="cpu", tensor_parallel_size=2)
-    pids = group_of(llm).pids
-    assert len(pids) == 1
-    with LLM(NANO, device="cpu") as alone:
-        whole = alone._loaded.target.weights_nbytes
-    assert llm._loaded.target.weights_nbytes < 0.75 * whole  # embeddings are on every rank
-    llm.close()
-    deadline = time.monotonic() + PATIENCE_S
-    while Path(f"/proc/{pids[0]}").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not Path(f"/proc/{pids[0]}").exists()
+def test_a_rank_has_its_share_of_the_weights(ranks: LLM, alone: LLM) -> None:
+    whole = alone._loaded.target.weights_nbytes
+    assert ranks._loaded.target.weights_nbytes < 0.75 * whole  # embeddings are on every rank
 
 
 def test_requests_of_an_engine_that_lost_a_rank_end_with_an_error_that_names_it() -> None:

@@ -33,8 +33,8 @@ QUIET_S = 60.0  # a rank without any is taken for dead, as an engine is
 ENDED_S = 5.0  # for this process to find out that a rank has ended, unless it waits for that rank's part
 _RUN = (
     "import json, sys, signal as s; [s.signal(n, s.SIG_IGN) for n in (s.SIGINT, s.SIGTERM, s.SIGHUP)]; "
-    "sys.path[:] = json.loads(sys.argv[1]); from plait.worker.rank import main; "
-    "main(int(sys.argv[2]), int(sys.argv[3]))"
+    "sys.path[:] = json.loads(sys.argv[1]); from plait.loading.torch_preload import finish_torch; "
+    "finish_torch(); from plait.worker.rank import main; main(int(sys.argv[2]), int(sys.argv[3]))"
 )
 _offered: list[StartedRank] = []  # by the engine's process that this is
 _running: list[StartedRank] = []  # of this process
