@@ -117,12 +117,16 @@ def test_what_was_tried_at_an_earlier_start_is_not_tried_again(
     assert tried[1:] == asked, "another chip begins anew"
 
 
+@pytest.mark.parametrize(
+    "modules", [(), pytest.param(("tests.loading.no_such_module",), marks=pytest.mark.slow)]
+)
 def test_a_process_that_does_not_start_leaves_no_kernel_bound_and_keeps_nothing(
-    monkeypatch: pytest.MonkeyPatch,
+    modules: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attempts, "CHILD", "tests.loading.no_such_module")  # ends before it imports torch
+    if not modules:  # the child itself ends, before it imports torch and all kernels
+        monkeypatch.setattr(attempts, "CHILD", "tests.loading.no_such_module")
     asked = plan("right")
-    lasting, passing = run_trials(TrialRun("cpu", workers=1), asked)
+    lasting, passing = run_trials(TrialRun("cpu", modules, workers=1), asked)
     assert lasting == {}
     why = "it could not be tried: the trial's process ended with exit code 1 before it was ready; look for"
     assert passing.keys() == {t.key for t in asked}
