@@ -9,14 +9,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from plait.checkpoint.names import Back, Derived, NameMap, Source
+from plait.checkpoint.names import Back, Derived, NameMap, Rules, Source
+from plait.errors import ConfigError
 from plait.families.common.recipes import (
+    TEXT_PREFIXES,
+    at,
     attention_tensors,
     ends,
     flat,
     join_vectors,
+    part,
     plus,
     reorder_rows,
+    text_tensors,
+    transformer,
     unused_patterns,
 )
 from plait.families.common.registry import family
@@ -163,22 +169,38 @@ def maincoder(c: Config) -> tuple[ModelSpec, NameMap]:
 
 
 @family(
-    "ApertusForCausalLM",
-    model_types=("apertus",),
+    *("ApertusForCausalLM", "Apertus1p5TextForCausalLM", "Apertus1p5ForConditionalGeneration"),
+    model_types=("apertus", "apertus1p5_text", "apertus1p5"),
     defaults={"norm_eps": 1e-5, "hidden_act": "xielu", "rope_theta": 12e6, "qk_norm": True}
-    | {"rope_parameters": LLAMA3},
+    | {"rope_parameters": LLAMA3, "output_vocab_size": None},
     honours=("qk_norm",),
 )
 def apertus(c: Config) -> tuple[ModelSpec, NameMap]:
-    """Apertus: xIELU without a gate, norms of q and k."""
+    """Apertus: xIELU without a gate, norms of q and k.
+
+    The table of Apertus 1.5 has rows for pictures and sound, too, behind those of words. Its head may leave
+    them out, as no reply has them; then no prompt has them here.
+    """
     require(c, "Apertus", hidden_act=("xielu",), post_norm=(False,))
-    layer, act = "model.layers.{i}", "model.layers.{i}.mlp.act_fn"
-    names: dict[str, Source] = {
-        "layers.{i}.attn.norm": f"{layer}.attention_layernorm",
-        "layers.{i}.ffn.norm": f"{layer}.feedforward_layernorm",
-        "layers.{i}.ffn.curve": _curve(*(f"{act}.{x}" for x in ("alpha_p", "alpha_n", "beta", "eps"))),
-    }
-    return dense(c, "apertus", ffn=plain_mlp(c), names=names, qk_norm=norm(c) if c["qk_norm"] else None)
+    rows, words = c["vocab_size"], c["output_vocab_size"] or c["vocab_size"]
+    if not 1 <= words <= rows:
+        raise ConfigError(f"output_vocab_size is {words}: a head has 1 to {rows} tokens (vocab_size)")
+    c["vocab_size"] = words
+
+    def table(prefix: str) -> Rules:
+        layer, act = f"{prefix}layers.{{i}}", f"{prefix}layers.{{i}}.mlp.act_fn"
+        names: dict[str, Source] = {
+            "layers.{i}.attn.norm": f"{layer}.attention_layernorm",
+            "layers.{i}.ffn.norm": f"{layer}.feedforward_layernorm",
+            "layers.{i}.ffn.curve": _curve(*(f"{act}.{x}" for x in ("alpha_p", "alpha_n", "beta", "eps"))),
+        }
+        if words < rows:
+            names["embed.weight"] = part(0, (words, rows - words), f"{prefix}embed_tokens.weight")
+        return names
+
+    spec, _ = dense(c, "apertus", ffn=plain_mlp(c), qk_norm=norm(c) if c["qk_norm"] else None)
+    ignored = unused_patterns(c, r"^(model\.)?(vision|audio)_tokenizer\.")
+    return spec, NameMap(at(TEXT_PREFIXES, table), text_tensors(transformer), ignored=ignored)
 
 
 def _curve(*sources: str) -> Derived:

@@ -53,6 +53,7 @@ VARIANTS: dict[str, Variant] = {
         },
     ),
     "apertus": Variant("ApertusConfig", {"hidden_act": "xielu", **PAD}),
+    "apertus1p5": Variant("Apertus1p5TextConfig", {"vocab_size": 110, "output_vocab_size": 97, **PAD}),
     "ministral3": Variant(
         "Ministral3Config",
         {
