@@ -39,7 +39,7 @@ def ling_1(c: Config) -> tuple[ModelSpec, NameMap]:
     require(c, "Ling", norm_softmax=(False,), score_function=("softmax",))
     attn = BranchSpec("attn", gqa(c), norm(c))
     router = RouterSpec(renormalize=c["norm_topk_prob"])
-    return build_shared_moe(c, "bailing_moe", [attn] * len(c["layer_types"]), router, _names(c))
+    return build_shared_moe(c, "bailing_moe", [attn] * len(c["layer_types"]), router, ling_names(c))
 
 
 @family(
@@ -58,13 +58,14 @@ def ling_2_moe(c: Config) -> tuple[ModelSpec, NameMap]:
     """Ling and Ring 2.0: GLM-4.5's layers under names of their own."""
     require(c, "Ling 2", score_function=("sigmoid",), router_type=("topN",))
     attn = BranchSpec("attn", gqa(c, qk_norm=norm(c) if c["use_qk_norm"] else None), norm(c))
-    attns, own = [attn] * len(c["layer_types"]), _names(c)
+    attns, own = [attn] * len(c["layer_types"]), ling_names(c)
     return build_shared_moe(
         c, "bailing_moe_v2", attns, sigmoid_router(c), own, shared_size=c.get("shared_intermediate_size")
     )
 
 
-def _names(c: Config) -> Rules:
+def ling_names(c: Config) -> Rules:
+    """Ours to theirs, where they differ from what most families with shared experts have."""
     if c.get("norm_head") and c.get("tie_word_embeddings"):
         raise UnsupportedModel("norm_head of a head that shares the embedding's table is not implemented")
     theirs = f"{L}.attention"

@@ -19,6 +19,7 @@ from functools import cache, partial
 from html import escape
 from importlib import resources
 from importlib.resources.abc import Traversable
+from inspect import cleandoc
 from typing import Any
 
 import msgspec
@@ -329,6 +330,9 @@ def _schema_of_any(kind: type) -> dict[str, object]:
 
 def _components(kinds: Iterable[Schema]) -> dict[str, Any]:
     _, found = msgspec.json.schema_components(kinds, schema_hook=_schema_of_any, ref_template=SCHEMA)
+    for schema in found.values():  # older versions of Python keep the indentation of docstrings
+        if about := schema.get("description"):
+            schema["description"] = cleandoc(about)
     return found
 
 

@@ -372,7 +372,7 @@ def with_old_keys(config: Mapping[str, Any]) -> dict[str, Any]:
         old["rope_scaling"] = None if is_null else {"type": kind, **parameters}
     words = {"linear_attention": "mamba", "full_attention": "attention"}
     if "linear_attention" in old.get("layer_types", ()):
-        old["layer_types"] = [words[word] for word in old["layer_types"]]
+        old["layer_types"] = [words.get(word, word) for word in old["layer_types"]]
     if "hybrid" in old.get("layers_block_type", ()):
         old["layers_block_type"] = [words.get(word, word) for word in old["layers_block_type"]]
     elif "layers_block_type" in old:

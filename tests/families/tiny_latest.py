@@ -1,4 +1,4 @@
-"""Tiny checkpoints of families of 2026 that transformers keeps outside of its table of causal models."""
+"""Tiny checkpoints of families of 2026, some of them outside of transformers' table of causal models."""
 
 from __future__ import annotations
 
@@ -78,4 +78,54 @@ VARIANTS: dict[str, Variant] = {
         },
     ),
     "muse_glimmer": Variant("MuseGlimmerConfig", MUSE, model="MuseGlimmerForConditionalGeneration"),
+    "sarvam_mla": Variant(
+        "SarvamMLAConfig",
+        {
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 6,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 20,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "mscale": 0.707,
+                "mscale_all_dim": 0.707,
+            },
+        },
+    ),
+    "sarvam_moe": Variant(
+        "SarvamMoEConfig",
+        {
+            "head_dim": 12,
+            "num_key_value_heads": 2,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 20,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 8e6},
+            "pad_token_id": None,
+        },
+    ),
+    "lara_mini": Variant(
+        "LaraMiniConfig",
+        {
+            "num_hidden_layers": 5,
+            "head_dim": 8,
+            "sliding_window": 6,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 6,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 24,
+            "pad_token_id": None,
+        },
+    ),
 }

@@ -32,7 +32,8 @@ class Family:
 
     `defaults` stand for absent keys. `honours` are the keys of `neutral.NEUTRAL` that `build` looks at.
     `tiny` is the config of a small one, which `plait verify --family` fills with random numbers. `detection`
-    is for checkpoints without a config, `hf` for models that are written with one.
+    is for checkpoints without a config, `hf` for models that are written with one. `saved_as`: architectures
+    of other families that configs of these model types may name.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Family:
     tiny: Mapping[str, object]
     detection: Detection
     hf: HfConfig
+    saved_as: tuple[str, ...] = ()
 
 
 FAMILIES: dict[str, Family] = {}
@@ -57,12 +59,15 @@ def family(
     tiny: Mapping[str, object] = NOTHING,
     detection: Detection = UNDETECTED,
     hf: HfConfig = USUAL_HF,
+    saved_as: tuple[str, ...] = (),
 ) -> Callable[[Build], Build]:
     """Register a family under its architectures and model types. Raises ValueError for one that is taken."""
 
     def register(build: Build) -> Build:
         name = model_types[0] if model_types else architectures[0]
-        entry = Family(name, architectures, model_types, build, defaults, honours, tiny, detection, hf)
+        entry = Family(
+            name, architectures, model_types, build, defaults, honours, tiny, detection, hf, saved_as
+        )
         if taken := [key for key in (*architectures, *model_types) if key in FAMILIES]:
             raise ValueError(f"family {taken[0]!r} is defined twice")
         FAMILIES.update(dict.fromkeys((*architectures, *model_types), entry))
@@ -91,11 +96,17 @@ def _import_families() -> None:
 
 
 def find(config: Mapping[str, object]) -> Family:
-    """The family of a raw config: by architecture, then by model type. Raises UnknownArchitecture."""
+    """The family of a raw config: by architecture, then by model type. Raises UnknownArchitecture.
+
+    By model type first where a family's checkpoints are saved under the architecture of another one.
+    """
     families = families_by_name()
     names = names_in(config)
     if why := why_no_decoder(config):
         raise UnknownArchitecture(why)
+    for name in names:
+        if name in families and any(other in families[name].saved_as for other in names):
+            return families[name]
     for name in names:  # what refuses a whole model comes before the text model inside it
         if name in families:
             return families[name]

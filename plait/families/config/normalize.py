@@ -51,6 +51,8 @@ ROPE_WORDS = {**LAYER_WORDS, "main": SLIDING, "compress": FULL}
 MLP_WORDS = {"dense": "dense", "sparse": "sparse", "moe": "sparse", "hash_moe": "sparse"}
 WINDOW_LETTERS = {"L": SLIDING, "G": FULL}  # local, global
 PATTERN_LETTERS = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}  # Nemotron-H
+# Phi 3 as first published; sections for images; Sarvam.
+OLD_ROPE_KINDS = {"su": "longrope", "mrope": "default", "deepseek_yarn": "yarn"}
 NESTS = ("text_config", "llm_config", "language_config")
 
 
@@ -251,10 +253,9 @@ def _rope_kind(c: Config, given: Mapping[str, Any]) -> dict[str, Any]:
         )
     p = {k: v for k, v in given.items() if v is not None and k != "type" and not k.startswith("mrope")}
     kind = given.get("rope_type") or given.get("type") or "default"
-    if kind == "su" or (kind == "yarn" and "short_factor" in given):  # Phi 3 as first published
+    if kind == "yarn" and "short_factor" in given:
         kind = "longrope"
-    if kind == "mrope":  # sections are for images
-        kind = "default"
+    kind = OLD_ROPE_KINDS.get(kind, kind)
     p["rope_type"] = _word(kind, {k: k for k in ROPE_KINDS}, "rope_type")
     p.setdefault("rope_theta", c.get("rope_theta") or 10_000.0)
     if alpha := p.pop("alpha", None):  # Hunyuan: another base, at every length
