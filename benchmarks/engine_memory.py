@@ -13,7 +13,7 @@ from typing import Any
 from plait.config import EngineConfig
 from plait.engine.memory_plan import sequence_rows
 from plait.families.common.registry import build_spec
-from plait.loading.meta_model import model_states
+from plait.loading.meta.meta_model import model_states
 from plait.loading.open_model import kv_dtype, open_model, stored_dtypes
 from plait.memory import PagedState, SlotState, State
 from plait.spec.model import AttentionSpec, Mamba2Spec, MlaSpec, ModelSpec

@@ -77,7 +77,7 @@ def model_facts(model: str, config: EngineConfig, probe_text: str | None = None)
     """Everything `info` says, as plain values. Raises CheckpointError, UnsupportedModel."""
     from plait.engine.device import choose_dtype
     from plait.loading.draft_model import has_mtp
-    from plait.loading.meta_model import model_states
+    from plait.loading.meta.meta_model import model_states
     from plait.loading.open_model import kv_dtype, linear_dtypes, open_model, stored_dtypes
     from plait.ops.rope import rope_notes
 

@@ -24,7 +24,7 @@ from plait.loading.kernel_trials.trials import try_kernels
 from plait.loading.make_engine import draft_with_head, make_compiler, make_engine, make_front
 from plait.loading.make_runner import make_runner, make_sampler
 from plait.loading.measure_memory import check_weights_fit, size_gpu
-from plait.loading.meta_model import check_rounded_state
+from plait.loading.meta.meta_model import check_rounded_state
 from plait.loading.open_model import Opened, Progress, banned_ids, load_decoder, weight_formats
 from plait.loading.packed_cache import list_shelves, shelf_of
 from plait.loading.probe_scorer import open_settled

@@ -20,7 +20,7 @@ from plait.engine.memory_plan import gib
 from plait.errors import ConfigError
 from plait.loading.kernel_trials.trials import try_kernels
 from plait.loading.make_runner import make_sampler
-from plait.loading.meta_model import list_ops
+from plait.loading.meta.meta_model import list_ops
 from plait.loading.open_model import (
     Opened,
     Progress,

@@ -28,7 +28,7 @@ from plait.families.config.normalize import IncompleteConfig
 from plait.families.resolve import SET, resolve
 from plait.frontend.frontend import Language
 from plait.loading.heads.read_head import HeadSource, head_names, read_head
-from plait.loading.meta_model import read_order
+from plait.loading.meta.meta_model import read_order
 from plait.loading.plugins import Plugin, load_plugins
 from plait.loading.probe.cache import Findings, read_findings
 from plait.loading.probe.candidates import is_open

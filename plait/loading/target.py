@@ -22,7 +22,7 @@ from plait.loading.disk_cache import NO_DISK
 from plait.loading.identity.fingerprint import COMPUTES, digest_model
 from plait.loading.identity.source_code import hash_code
 from plait.loading.kernel_trials.plan import OpKinds
-from plait.loading.meta_model import list_ops
+from plait.loading.meta.meta_model import list_ops
 from plait.loading.open_model import (
     Opened,
     activations,

@@ -24,7 +24,7 @@ from plait.ops.registry import Arguments, Bind, OpFacts, op
 from plait.quant.codebook import Codebook
 from plait.quant.fp8 import Fp8
 from plait.quant.gguf import BLOCK_TYPES
-from plait.quant.weight import CachedWeight, Dense, Weight, join_rows, piece_of, stack_key
+from plait.quant.weight import CachedWeight, Dense, Weight, piece_of, stack_key
 
 Activations = Literal["float32", "bfloat16", "int8", "int8x2"]
 KINDS = tuple(kind.name for kind in BLOCK_TYPES.values() if kind.name not in ("Q8_1", "Q8_K"))
@@ -323,4 +323,4 @@ def _stack(pairs: list[tuple[Any, Tensor | None]]) -> tuple[Any, Tensor | None]:
     biases = [b for _, b in pairs if b is not None]
     if len(weights) == 1:
         return pairs[0]
-    return type(weights[0]).cat(weights), join_rows(biases) if biases else None
+    return type(weights[0]).cat(weights), torch.cat(biases) if biases else None

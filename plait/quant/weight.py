@@ -99,17 +99,10 @@ class Dense:
     def cat(cls, parts: Sequence[Dense]) -> Dense:
         if len({p.tensor.dtype for p in parts}) > 1 or len({p.shape[1] for p in parts}) > 1:
             raise ShapeMismatch(f"cannot stack the rows of {[f'{p.format}{p.shape}' for p in parts]}")
-        return Dense(join_rows([p.tensor for p in parts]))
+        return Dense(torch.cat([p.tensor for p in parts]))
 
     def to(self, device: torch.device) -> Dense:
         return Dense(self.tensor.to(device))
-
-
-def join_rows(parts: Sequence[Tensor]) -> Tensor:
-    """`torch.cat` of tensors of one dtype. Of meta tensors it would import torch's compiler: 2 s."""
-    if all(part.is_meta for part in parts):
-        return parts[0].new_empty(sum(len(part) for part in parts), *parts[0].shape[1:])
-    return torch.cat(list(parts))
 
 
 def as_tensor(value: Tensor | Weight, dtype: torch.dtype = torch.float32) -> Tensor:

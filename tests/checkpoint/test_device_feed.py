@@ -22,7 +22,7 @@ from plait.checkpoint.divided import WHOLE, StoredPart
 from plait.checkpoint.weights import Target
 from plait.config import EngineConfig
 from plait.errors import BadFile
-from plait.loading.meta_model import meta_cuts, read_order
+from plait.loading.meta.meta_model import meta_cuts, read_order
 from plait.loading.open_model import feed_device, load_decoder, open_model
 from plait.ops.blocks import random_weight
 from plait.partition import Rank

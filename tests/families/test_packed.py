@@ -20,7 +20,7 @@ from plait.cli.info import checkpoint_facts
 from plait.config import EngineConfig
 from plait.errors import UnsupportedFormat
 from plait.families.common.recipes import expert_half, half, part, reorder_rows, scale_tensor
-from plait.loading.meta_model import model_states
+from plait.loading.meta.meta_model import model_states
 from plait.loading.open_model import open_model
 from plait.quant.weight import Weight
 from tests.checkpoint.quantized.packings import (

@@ -16,7 +16,7 @@ from plait.errors import ConfigError
 from plait.loading import build
 from plait.loading.build import Loaded, load
 from plait.loading.draft_model import find_head, make_drafter
-from plait.loading.meta_model import Outline, meta_target
+from plait.loading.meta.meta_model import Outline, meta_target
 from plait.loading.open_model import open_model
 from plait.loading.target import find_used_ops
 from plait.model.mtp import MtpHead

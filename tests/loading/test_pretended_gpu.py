@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 
 from plait.checkpoint.weights import Target, Weights
 from plait.kernels.load import load_for_gpu
-from plait.loading.meta_model import list_ops
+from plait.loading.meta.meta_model import list_ops
 from plait.memory import block_groups, has_slots
 from plait.model.decoder import Decoder
 from plait.ops.chip import EXAMPLES

@@ -10,7 +10,7 @@ import pytest
 from plait.config import EngineConfig
 from plait.errors import ConfigError
 from plait.loading.build import load
-from plait.loading.meta_model import model_states
+from plait.loading.meta.meta_model import model_states
 from plait.loading.open_model import open_model
 from plait.loading.target import check_kept
 from plait.memory import SlotState

@@ -14,7 +14,7 @@ from plait.cli.common.rank_facts import count_exchanges
 from plait.errors import CannotDivide
 from plait.families.common.resolved import Resolved
 from plait.kernels.load import executor, load_kernels
-from plait.loading.meta_model import rank_share
+from plait.loading.meta.meta_model import rank_share
 from plait.model.divide import count_shares, divide_model
 from plait.ops.ranks import Alone, Comm
 from plait.ops.sample import sample_at

@@ -16,7 +16,7 @@ from plait.checkpoint.adapters.peft import open_peft
 from plait.checkpoint.divided import Cuts, FactorPart, list_names_elsewhere
 from plait.errors import CheckpointError
 from plait.families.common.resolved import Resolved
-from plait.loading.meta_model import meta_cuts
+from plait.loading.meta.meta_model import meta_cuts
 from plait.model.decoder import Decoder
 from plait.model.divide import count_shares, divide_model
 from plait.model.layers.layers import Batch

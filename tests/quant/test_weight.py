@@ -9,7 +9,7 @@ from torch import Tensor
 from plait.errors import ShapeMismatch
 from plait.ops.blocks import random_blocks
 from plait.quant.gguf import BLOCK_TYPES
-from plait.quant.weight import Dense, Weight, join_rows, pick_rows
+from plait.quant.weight import Dense, Weight, pick_rows
 
 WEIGHTS = {
     "float16": lambda: Dense(torch.randn(7, 32).half()),
@@ -64,16 +64,3 @@ def test_a_matrix_of_one_block_can_be_made_of_every_format(name: str) -> None:
     assert numbers.shape == (1, elements)
     assert numbers.isfinite().all()
     assert numbers.any()
-
-
-@pytest.mark.parametrize("shape", [(3,), (3, 4)])
-def test_meta_tensors_are_joined_without_torch_s_compiler(
-    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`torch.cat` of them imports it, which takes 2 s of every process that plans a model."""
-    parts = [torch.ones(shape, dtype=torch.float16), torch.ones(shape, dtype=torch.float16)]
-    wanted = join_rows(parts)
-    assert wanted.shape[0] == 6
-    monkeypatch.setattr(torch, "cat", lambda *_: pytest.fail("it is called"))
-    found = join_rows([part.to("meta") for part in parts])
-    assert (found.shape, found.dtype, found.is_meta) == (wanted.shape, wanted.dtype, True)

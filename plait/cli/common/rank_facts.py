@@ -26,7 +26,7 @@ def rank_facts(opened: Opened, chosen: torch.dtype) -> Facts:
     """
     import torch
 
-    from plait.loading.meta_model import rank_share
+    from plait.loading.meta.meta_model import rank_share
     from plait.loading.target import choose_rank
     from plait.model.divide import divide_model
 

@@ -14,7 +14,7 @@ from plait.checkpoint.synthetic import Synthetic
 from plait.checkpoint.weights import Weights
 from plait.errors import CheckpointError, UnsupportedFormat
 from plait.families.common.resolved import Resolved
-from plait.loading.meta_model import Outline, meta_target
+from plait.loading.meta.meta_model import Outline, meta_target
 from plait.model.decoder import Decoder
 from plait.quant.weight import Weight
 from plait.spec.model import ModelSpec

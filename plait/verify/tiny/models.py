@@ -20,7 +20,7 @@ from plait.convert.plan.source import NeededTensor
 from plait.convert.plan.tensor_plan import plan_tensors
 from plait.errors import ConfigError
 from plait.families.common.registry import build_spec, find
-from plait.loading.meta_model import meta_target
+from plait.loading.meta.meta_model import meta_target
 from plait.model.decoder import Decoder
 from plait.model.mtp import MtpHead
 from plait.partition import Range

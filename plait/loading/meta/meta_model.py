@@ -17,6 +17,7 @@ from plait.checkpoint.storages import Checkpoint, is_dtype
 from plait.checkpoint.weights import Target, Weights
 from plait.errors import ConfigError
 from plait.families.common.resolved import Resolved
+from plait.loading.meta.shapes_only import ShapesOnly
 from plait.memory import SlotState, State
 from plait.model.decoder import Decoder
 from plait.model.divide import divide_model
@@ -82,7 +83,7 @@ def read_order(resolved: Resolved, checkpoint: Checkpoint, target: Target) -> li
     dry.feed = order = ReadOrder(outline)
     dry.cuts = meta_cuts(resolved.spec, target.comm.rank)
     part, _ = divide_model(resolved.spec, target.comm.rank)
-    Decoder(part, Weights(outline, resolved.names, dry))
+    _build(part, Weights(outline, resolved.names, dry))
     return [*order.parts]
 
 
@@ -120,10 +121,16 @@ def list_ops(resolved: Resolved, checkpoint: Checkpoint) -> dict[str, set[str]]:
     used or not: `plait verify` runs it, too. Raises MissingTensor.
     """
     weights = NotedOps(Outline(checkpoint), resolved.names, meta_target(resolved.spec))
-    trunk = Decoder(resolved.spec, weights)
-    if resolved.spec.mtp is not None and FC in weights:
-        MtpHead(resolved.spec, weights, trunk)
+    with ShapesOnly():
+        trunk = Decoder(resolved.spec, weights)
+        if resolved.spec.mtp is not None and FC in weights:
+            MtpHead(resolved.spec, weights, trunk)
     return weights.noted
+
+
+def _build(spec: ModelSpec, weights: Weights) -> Decoder:
+    with ShapesOnly():
+        return Decoder(spec, weights)
 
 
 def meta_cuts(spec: ModelSpec, rank: Rank) -> Cuts:
@@ -147,7 +154,7 @@ def model_states(
     """
     target = meta_target(resolved.spec)
     target.kv_dtype, target.state_dtype = kv_dtype, state_dtype
-    return Decoder(resolved.spec, Weights(Outline(checkpoint), resolved.names, target)).states
+    return _build(resolved.spec, Weights(Outline(checkpoint), resolved.names, target)).states
 
 
 def check_rounded_state(resolved: Resolved, checkpoint: Checkpoint, target: Target) -> None:
@@ -170,9 +177,9 @@ def rank_share(resolved: Resolved, checkpoint: Checkpoint, rank: Rank) -> tuple[
     Raises CannotDivide, MissingTensor, ShapeMismatch.
     """
     whole = meta_target(resolved.spec)
-    Decoder(resolved.spec, Weights(Outline(checkpoint), resolved.names, whole))
+    _build(resolved.spec, Weights(Outline(checkpoint), resolved.names, whole))
     target = meta_target(resolved.spec)
     target.cuts = meta_cuts(resolved.spec, rank)
     part = divide_model(resolved.spec, rank)[0]
-    made = Decoder(part, Weights(Outline(checkpoint), resolved.names, target))
+    made = _build(part, Weights(Outline(checkpoint), resolved.names, target))
     return target.weights_nbytes / whole.weights_nbytes, list(made.states.values())
