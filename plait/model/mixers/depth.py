@@ -48,16 +48,22 @@ class DepthBranch:
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden], what this block gave so far -> [T, hidden]; `inner` reads [T, reads · hidden]."""
-        ended: list[Tensor] = batch.step.setdefault(BLOCKS, [])
-        read = x
-        if self.queries is not None:
-            read = self._mix(self.queries, self.spec.eps, self.spec.of_normed, *ended, x)
-        elif self._repeat:
-            read = self._repeat(x)
+        read = self._mean(x, batch)
         if self.spec.ends:
-            ended.append(x)
-        read = self.norm(read) if self.norm else read
+            batch.step[BLOCKS].append(x)
+        read = self._normed(read)
         if self.inner is None:
             return read
         y = self.inner(read, batch, store)
         return y if getattr(self.inner, "is_summed", False) else sum_ranks(y, *self._ranks)
+
+    def _mean(self, x: Tensor, batch: Batch) -> Tensor:
+        """x: [T, hidden] -> [T, reads · hidden]: a mean of each query."""
+        ended: list[Tensor] = batch.step.setdefault(BLOCKS, [])
+        if self.queries is not None:
+            mean: Tensor = self._mix(self.queries, self.spec.eps, self.spec.of_normed, *ended, x)
+            return mean
+        return self._repeat(x) if self._repeat else x
+
+    def _normed(self, read: Tensor) -> Tensor:
+        return self.norm(read) if self.norm else read
