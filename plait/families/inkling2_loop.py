@@ -29,14 +29,14 @@ START, END, PASSES, RANK = (
     "loop_gate_rank",
 )
 NESTED = {"core_start": START, "core_end": END, "num_passes": PASSES, "gate_rank": RANK}  # in loop_config
-GATES = {"attn": ("attn", "k", "v"), "ffn": ("mlp",)}  # branch -> whose input each gate is of
+GATES = {"attn": ("attn", "k", "v"), "ffn": ("mlp",)}  # branch -> what reads behind each gate
 QUERIES, KV_QUERIES = (f"{TOP}.middle_cycle_cross_pass_{x}" for x in ("queries", "kv_queries"))
 NARROW = "controllers.attn.down_weight"
 OF_PASSES = r"^model\.llm\.(layers\.\d+\.controllers|middle_cycle_cross_pass_)"  # unused by one pass
 
 
 def _infer_loop(t: Tensors) -> None:
-    """Which layers have gates, and of which rank; how often they run, no tensor tells."""
+    """Which layers have gates, and of which rank; how often they run, no tensor shows."""
     infer_sizes(t)
     if (narrow := t.first(NARROW)) is None:
         return
@@ -105,10 +105,11 @@ def _read_loop(c: Config) -> Loop:
 def _message_names(loop: Loop, hidden: int) -> Rules:
     """Gates, and queries of messages: two of each layer are in either tensor; products are over √hidden."""
     names: dict[str, Source] = {
-        f"layers.{{i}}.{branch}.gates.{n}.{x}.weight": f"{TOP}.layers.{{i}}.controllers.{own}.{x}_weight"
-        for branch, owns in GATES.items()
-        for n, own in enumerate(owns)
-        for x in ("down", "forget", "gain")
+        f"layers.{{i}}.{branch}.gates.{ours}": _stack(
+            sign, *(f"{TOP}.layers.{{i}}.controllers.{x}.{theirs}_weight" for x in own)
+        )
+        for branch, own in GATES.items()
+        for ours, theirs, sign in (("down", "down", 1), ("keep", "forget", -1), ("gain", "gain", 1))
     }
     scale, count = hidden**-0.5, len(loop.layers)
     for n, i in enumerate(loop.layers):
@@ -120,6 +121,18 @@ def _message_names(loop: Loop, hidden: int) -> Rules:
         back = Back(lambda w: w / scale, at=2 * n + 1, of=2 * count)
         names[f"layers.{i}.ffn.messages"] = Derived(_of_experts(n, scale), (QUERIES,), (back,))
     return names
+
+
+def _stack(sign: int, *sources: str) -> Derived:
+    """A matrix of each source, side by side, times 1 or -1."""
+
+    def back(n: int) -> Back:
+        return Back(lambda w: w[n] * sign)
+
+    def made(*matrices: Stored, **_: str) -> Tensor:
+        return torch.stack([as_tensor(w) for w in matrices]) * sign
+
+    return Derived(made, sources, tuple(back(n) for n in range(len(sources))))
 
 
 def _of_attention(n: int, scale: float) -> Callable[..., Tensor]:

@@ -199,29 +199,23 @@ INKLING2_FIRST = {
     "rms_norm_eps": 1e-3,
 }
 del INKLING2["moe_intermediate_size"], INKLING2_FIRST["moe_intermediate_size"]
-# Three passes over two blocks, which have layers of both kinds, with one in front of them and one behind.
+# Three passes over two blocks of one layer each, with a layer in front of them and one behind.
 INKLING2_LOOP: dict[str, Any] = {
     **INKLING2,
-    "num_hidden_layers": 7,
-    "layer_types": [
-        "hybrid_sliding",
-        "hybrid",
-        "hybrid_sliding",
-        "hybrid",
-        "hybrid",
-        "hybrid_sliding",
-        "hybrid",
-    ],
-    "loop_layer_index_start": 2,
-    "loop_layer_index_end": 6,
+    "num_hidden_layers": 4,
+    "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid"],
+    "n_layers_per_attn_res_block": 1,
+    "loop_layer_index_start": 1,
+    "loop_layer_index_end": 3,
     "loop_num_passes": 3,
     "loop_gate_rank": 5,
 }
-# The last layer is of the loop, which has one block: messages are of what it gave.
+# The last layer is of the loop, which has one block of two layers: messages are of what it gave.
 INKLING2_LOOP_LAST = {
     **INKLING2_LOOP,
-    "num_hidden_layers": 4,
     "layer_types": ["hybrid", "hybrid_sliding", "hybrid_sliding", "hybrid"],
+    "n_layers_per_attn_res_block": 2,
+    "loop_layer_index_start": 2,
     "loop_layer_index_end": 4,
     "loop_num_passes": 2,
     "rms_norm_eps": 1e-3,

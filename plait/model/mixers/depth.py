@@ -38,7 +38,7 @@ class DepthBranch:
         self.spec, hidden = s, w.target.hidden_size
         self.inner = build(s.parts[INNER], w.scope(INNER)) if s.parts else None
         self.states = self.inner.states if self.inner else dict[str, State]()
-        self.norm = Norm(s.norm, w.scope("norm"), s.reads * hidden, s.reads) if s.norm else None
+        self.norm = self._build_norm(s, w)
         shape = (hidden,) if s.reads == 1 else (s.reads, hidden)
         scores = w.tensor("source", shape, torch.float32) if s.sources else None
         self.queries = None if scores is None else scores.view(s.reads, hidden)
@@ -46,12 +46,15 @@ class DepthBranch:
         self._ranks = (w.target.comm, w.target.dtype)
         self._repeat = Repeat(s.reads, w) if s.reads > 1 and not s.sources else None
 
+    def _build_norm(self, s: DepthSpec, w: Weights) -> Norm | None:
+        return Norm(s.norm, w.scope("norm"), s.reads * w.target.hidden_size, s.reads) if s.norm else None
+
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden], what this block gave so far -> [T, hidden]; `inner` reads [T, reads · hidden]."""
         read = self._mean(x, batch)
         if self.spec.ends:
             batch.step[BLOCKS].append(x)
-        read = self._normed(read)
+        read = self.norm(read) if self.norm else read
         if self.inner is None:
             return read
         y = self.inner(read, batch, store)
@@ -64,6 +67,3 @@ class DepthBranch:
             mean: Tensor = self._mix(self.queries, self.spec.eps, self.spec.of_normed, *ended, x)
             return mean
         return self._repeat(x) if self._repeat else x
-
-    def _normed(self, read: Tensor) -> Tensor:
-        return self.norm(read) if self.norm else read
