@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plait.checkpoint.names import Back, Derived, NameMap, Rules, Source
 from plait.errors import UnsupportedModel
-from plait.families.common.depth import Loop, over_passes
+from plait.families.common.depth import Passes, over_passes
 from plait.families.common.detection import Detection, Marker
 from plait.families.common.recipes import Stored, unused_patterns
 from plait.families.common.registry import family
@@ -78,7 +78,7 @@ def build_inkling2_loop(c: Config) -> tuple[ModelSpec, NameMap]:
     return spec, NameMap(names, ignored=ignored)
 
 
-def _read_loop(c: Config) -> Loop:
+def _read_loop(c: Config) -> Passes:
     """Of the config's own keys, or of `loop_config`, which comes first."""
     nested = c.get("loop_config") or {}
     if not isinstance(nested, Mapping) or (more := {k for k in nested if nested[k] is not None} - {*NESTED}):
@@ -88,7 +88,7 @@ def _read_loop(c: Config) -> Loop:
     size, count = c[BLOCK], c["num_hidden_layers"]
     if odd := [key for key, value in given.items() if type(value) is not int]:
         raise UnsupportedModel(f"{odd[0]} is {given[odd[0]]!r:.40}; known is a whole number")
-    loop = Loop(given[START], given[END], given[PASSES], given[RANK], size)
+    loop = Passes(given[START], given[END], given[PASSES], given[RANK], size)
     if size < 1 or loop.start % size or loop.end % size or not 0 < loop.start < loop.end <= count:
         raise UnsupportedModel(
             f"layers {loop.start} to {loop.end} of {count} run in passes ({START}, {END}; in loop_config "
@@ -102,7 +102,7 @@ def _read_loop(c: Config) -> Loop:
     return loop
 
 
-def _message_names(loop: Loop, hidden: int) -> Rules:
+def _message_names(loop: Passes, hidden: int) -> Rules:
     """Gates, and queries of messages: two of each layer are in either tensor; products are over √hidden."""
     names: dict[str, Source] = {
         f"layers.{{i}}.{branch}.gates.{ours}": _stack(
@@ -147,7 +147,7 @@ def _of_experts(n: int, scale: float) -> Callable[..., Tensor]:
     return lambda queries, **_: as_tensor(queries).float()[2 * n + 1 : 2 * n + 2] * scale
 
 
-def _move_last(rules: Rules, loop: Loop, count: int) -> Rules:
+def _move_last(rules: Rules, loop: Passes, count: int) -> Rules:
     """The same rules, those of layers behind the loop under the numbers that they have behind all passes."""
     moved: dict[str, Source | tuple[Source, ...]] = {}
     for i in range(loop.end, count):
@@ -155,7 +155,7 @@ def _move_last(rules: Rules, loop: Loop, count: int) -> Rules:
             for start in ("layers.{i}.", f"layers.{i}."):
                 if ours.startswith(start):
                     moved[f"layers.{i + loop.added}.{ours.removeprefix(start)}"] = _of_layer(source, i)
-    return {**moved, **rules}
+    return {**moved, **{ours: source for ours, source in rules.items() if ours not in moved}}
 
 
 def _of_layer(source: Source | tuple[Source, ...], i: int) -> Source | tuple[Source, ...]:

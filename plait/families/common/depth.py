@@ -53,7 +53,7 @@ def over_depth(
 
 
 @dataclass(frozen=True, slots=True)
-class Loop:
+class Passes:
     """Layers `start` to `end` - 1, whole blocks of `size`, run in `passes`; gates of messages have `rank`."""
 
     start: int
@@ -72,7 +72,7 @@ class Loop:
         return (self.passes - 1) * len(self.layers)
 
 
-def over_passes(spec: ModelSpec, loop: Loop, gate_norm: NormSpec) -> ModelSpec:
+def over_passes(spec: ModelSpec, loop: Passes, gate_norm: NormSpec) -> ModelSpec:
     """What `over_depth` gave, with each pass over looped layers as layers of their own.
 
     Their weights are those of the first pass, and states their own.
