@@ -28,6 +28,7 @@ START, END, PASSES, RANK = (
     "loop_num_passes",
     "loop_gate_rank",
 )
+USUAL = {START: 6, END: 18, PASSES: 3, RANK: 64}
 NESTED = {"core_start": START, "core_end": END, "num_passes": PASSES, "gate_rank": RANK}  # in loop_config
 GATES = {"attn": ("attn", "k", "v"), "ffn": ("mlp",)}  # branch -> what reads behind each gate
 QUERIES, KV_QUERIES = (f"{TOP}.middle_cycle_cross_pass_{x}" for x in ("queries", "kv_queries"))
@@ -56,10 +57,6 @@ def _infer_loop(t: Tensors) -> None:
         "num_experts": 128,
         "moe_intermediate_size": 1152,
         "swa_num_attention_heads": 24,
-        START: 6,
-        END: 18,
-        PASSES: 3,
-        RANK: 64,
     },
     honours=("sliding_window", "final_logit_softcapping"),
     detection=Detection(
@@ -84,7 +81,8 @@ def _read_loop(c: Config) -> Passes:
     if not isinstance(nested, Mapping) or (more := {k for k in nested if nested[k] is not None} - {*NESTED}):
         found = ", ".join(sorted(more)) if isinstance(nested, Mapping) else repr(nested)[:40]
         raise UnsupportedModel(f"loop_config has {found}; known are {', '.join(NESTED)}")
-    given = {flat: c[flat] if nested.get(own) is None else nested[own] for own, flat in NESTED.items()}
+    said = {flat: nested.get(own) for own, flat in NESTED.items()}
+    given = {key: c.get(key, USUAL[key]) if value is None else value for key, value in said.items()}
     size, count = c[BLOCK], c["num_hidden_layers"]
     if odd := [key for key, value in given.items() if type(value) is not int]:
         raise UnsupportedModel(f"{odd[0]} is {given[odd[0]]!r:.40}; known is a whole number")
