@@ -105,6 +105,11 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "attention residuals",
         ("inkling2_text",),
     ),
+    (
+        "Inkling 2 Mini (text)",
+        "as Inkling 2; middle layers run in passes, with messages of the pass before",
+        ("inkling2_loop_text",),
+    ),
     ("MiniCPM-SALA (up to 8,191 tokens)", "lightning attention, gated GQA, MLP", ("minicpm_sala",)),
     ("Ling 3", "Kimi delta attention, MLA, MoE", ("bailing_hybrid",)),
     ("Ling 2.5, Ring 2.5", "lightning attention, MLA, MoE", ("bailing_moe_linear",)),

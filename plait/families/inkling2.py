@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Container, Mapping
 
 import torch
 from torch import Tensor
@@ -26,9 +27,36 @@ TOP, BLOCK = "model.llm", "n_layers_per_attn_res_block"
 ATTN, FFN, INSIDE = "layers.{i}.attn", "layers.{i}.ffn", "inner"
 SOURCE_EPS = 1e-6  # of the norm of sources, which no config has
 CAPS = {"mlp_gate_softcap": (4.0,), "mlp_up_softcap": (25.0,)}  # those of `situ`
+DEFAULTS: Mapping[str, object] = {
+    "norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "conv_kernel_size": 4,
+    "d_rel": 16,
+    "rel_extent": 1024,
+    "log_scaling_n_floor": 128_000,
+    "log_scaling_alpha": 0.1,
+    "routed_scaling_factor": 8.0,
+    "num_experts_per_tok": 8,
+    "num_experts": 384,
+    "moe_intermediate_size": 2304,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "swa_num_attention_heads": 48,
+    "swa_num_key_value_heads": 8,
+    "swa_head_dim": 128,
+    "sliding_window_size": 1024,
+    "unpadded_vocab_size": 200_058,
+    "final_logit_softcapping": 30.0,
+    "qk_l2_clip_threshold": 22.627416997969522,
+    "rel_l2_clip_threshold": 8.0,
+    BLOCK: 6,
+    "mlp_gate_softcap": 4.0,
+    "mlp_up_softcap": 25.0,
+    "scoring_func": "sigmoid",
+}
 
 
-def _infer_sizes(t: Tensors) -> None:
+def infer_sizes(t: Tensors) -> None:
     """Of both kinds of layers: heads and their widths are in what queries are multiplied by."""
     far = "attn.k_sconv.static_w"
     t.put("layer_types", t.words({far: "hybrid"}, NEAR), "the tensors of each layer")
@@ -56,62 +84,43 @@ def _infer_sizes(t: Tensors) -> None:
 @family(
     *("Inkling2ForCausalLM", "Inkling2ForConditionalGeneration"),
     model_types=("inkling2_text", "inkling2"),
-    defaults={
-        "norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "conv_kernel_size": 4,
-        "d_rel": 16,
-        "rel_extent": 1024,
-        "log_scaling_n_floor": 128_000,
-        "log_scaling_alpha": 0.1,
-        "routed_scaling_factor": 8.0,
-        "num_experts_per_tok": 8,
-        "num_experts": 384,
-        "moe_intermediate_size": 2304,
-        "head_dim": 128,
-        "num_key_value_heads": 8,
-        "swa_num_attention_heads": 48,
-        "swa_num_key_value_heads": 8,
-        "swa_head_dim": 128,
-        "sliding_window_size": 1024,
-        "unpadded_vocab_size": 200_058,
-        "final_logit_softcapping": 30.0,
-        "qk_l2_clip_threshold": 22.627416997969522,
-        "rel_l2_clip_threshold": 8.0,
-        BLOCK: 6,
-        "mlp_gate_softcap": 4.0,
-        "mlp_up_softcap": 25.0,
-        "scoring_func": "sigmoid",
-    },
+    defaults=DEFAULTS,
     honours=("sliding_window", "final_logit_softcapping"),
     detection=Detection(
         markers=(Marker(("attn.attn_sink_proj.weight",), order=206),),
-        sizes=_infer_sizes,
+        sizes=infer_sizes,
         usual={"max_position_embeddings": 1_048_576},
     ),
 )
 def build_inkling2(c: Config) -> tuple[ModelSpec, NameMap]:
     """Inkling 2. It has no positions but the bias. Raises UnsupportedModel."""
+    spec, names = build_text(c, "inkling2_text")
+    return spec, NameMap(names, ignored=unused_patterns(c, SENSES))
+
+
+def build_text(c: Config, family: str, split: Container[int] = ()) -> tuple[ModelSpec, Rules]:
+    """(the model, its tensors' names). split: layers of which queries, keys and values may read apart."""
     require(c, "Inkling 2", hidden_act=("silu",), scoring_func=("sigmoid",), **CAPS)
     rows, each, taps = c["vocab_size"], norm(c), c.get("sconv_kernel_size") or c["conv_kernel_size"]
     c["vocab_size"] = min(rows, c["unpadded_vocab_size"] or rows)  # what is behind is no token
     near = find_near(c)
     layers = [
         (
-            BranchSpec("attn", ConvolvedSpec({INSIDE: _attention(c, is_near, taps)}, taps=taps), each),
+            BranchSpec(
+                "attn", ConvolvedSpec({INSIDE: _attention(c, is_near, taps, i in split)}, taps=taps), each
+            ),
             BranchSpec("ffn", ConvolvedSpec({INSIDE: _experts(c)}, taps=taps), each),
         )
-        for is_near in near
+        for i, is_near in enumerate(near)
     ]
     cap = float(c["final_logit_softcapping"])
-    spec = model(c, "inkling2_text", layers, embed_norm=each, tied=False, logit_softcap=cap or None)
+    spec = model(c, family, layers, embed_norm=each, tied=False, logit_softcap=cap or None)
     reads = [1 if is_near else 3 for is_near in near]
     spec = over_depth(spec, c[BLOCK], SOURCE_EPS, of_normed=True, reads=reads)
-    names = {**_names(c, taps), **_depth_names(c), **_tables(rows, c["vocab_size"])}
-    return spec, NameMap(names, ignored=unused_patterns(c, SENSES))
+    return spec, {**_names(c, taps), **_depth_names(c), **_tables(rows, c["vocab_size"])}
 
 
-def _attention(c: Config, is_near: bool, taps: int) -> RelativeSpec:
+def _attention(c: Config, is_near: bool, taps: int, is_split: bool) -> RelativeSpec:
     own = "swa_" if is_near else ""
     heads, kv = (c[f"{own}num_{x}_heads"] for x in ("attention", "key_value"))
     dim, window = c[f"{own}head_dim"], c["sliding_window_size"] if is_near else None
@@ -137,6 +146,7 @@ def _attention(c: Config, is_near: bool, taps: int) -> RelativeSpec:
         lengths=limits,
         token_sinks=True,
         apart=not is_near,
+        split=is_near and is_split,
     )
 
 

@@ -92,7 +92,8 @@ class RelativeSpec(AttentionSpec, Recurrent):
     `temperature`: of what is mixed, too. Inkling 2 has the rest. `lengths`: the most that queries and keys
     may have, and what is mixed; queries and what is mixed are multiplied by learned numbers before.
     `token_sinks`: a logit of no token, which each query makes for a head. `apart`: x has three parts, which
-    queries, keys and values read, and each token makes taps for the heads of the latter two.
+    queries, keys and values read, and each token makes taps for the heads of the latter two. `split`: x
+    may have three such parts, or one that all three read (Inkling 2 Mini).
     """
 
     rank: int = 16
@@ -101,3 +102,4 @@ class RelativeSpec(AttentionSpec, Recurrent):
     lengths: tuple[float, float] | None = None
     token_sinks: bool = False
     apart: bool = False
+    split: bool = False

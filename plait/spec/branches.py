@@ -75,6 +75,23 @@ class DepthSpec(ParallelSpec):
 
 
 @dataclass(frozen=True, slots=True)
+class MessageSpec(DepthSpec):
+    """The same, in a later pass over layers that run several times (Inkling 2 Mini): gates of `rank` mix each
+    mean with a message, a mean of what the `sent` blocks of the pass before gave.
+
+    `messages`: how many there are, each of a learned query; `inner` reads as many inputs side by side.
+    `restarts`: a pass begins here. Blocks from this one on become those that messages are of, and what is
+    read is again what the first of them read. `gate_norm`: of what gates read.
+    """
+
+    messages: int = 1
+    sent: int = 1
+    rank: int = 64
+    restarts: int | None = None
+    gate_norm: NormSpec = NormSpec(weight=False)
+
+
+@dataclass(frozen=True, slots=True)
 class CycleSpec(Mixer):
     """In front of a stack of layers that runs in cycles with another one (HRM; Wang et al. 2025): what the
     last one gave, normed, becomes the state `after`, and the sum of both is read. None: embeddings are the

@@ -199,6 +199,27 @@ INKLING2_FIRST = {
     "rms_norm_eps": 1e-3,
 }
 del INKLING2["moe_intermediate_size"], INKLING2_FIRST["moe_intermediate_size"]
+# Three passes over two blocks of one layer each, with a layer in front of them and one behind.
+INKLING2_LOOP: dict[str, Any] = {
+    **INKLING2,
+    "num_hidden_layers": 4,
+    "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid"],
+    "n_layers_per_attn_res_block": 1,
+    "loop_layer_index_start": 1,
+    "loop_layer_index_end": 3,
+    "loop_num_passes": 3,
+    "loop_gate_rank": 5,
+}
+# The last layer is of the loop, which has one block of two layers: messages are of what it gave.
+INKLING2_LOOP_LAST = {
+    **INKLING2_LOOP,
+    "layer_types": ["hybrid", "hybrid_sliding", "hybrid_sliding", "hybrid"],
+    "n_layers_per_attn_res_block": 2,
+    "loop_layer_index_start": 2,
+    "loop_layer_index_end": 4,
+    "loop_num_passes": 2,
+    "rms_norm_eps": 1e-3,
+}
 
 DOGE: dict[str, Any] = {"head_dim": 10, "num_attention_heads": 6, "keep_window_size": 120}
 
@@ -363,6 +384,8 @@ VARIANTS: dict[str, Variant] = {
     "inkling": Variant("InklingTextConfig", INKLING),
     "inkling2": Variant("Inkling2TextConfig", INKLING2),
     "inkling2_first": Variant("Inkling2TextConfig", INKLING2_FIRST, slow=True),
+    "inkling2_loop": Variant("Inkling2LoopTextConfig", INKLING2_LOOP),
+    "inkling2_loop_last": Variant("Inkling2LoopTextConfig", INKLING2_LOOP_LAST, slow=True),
     "ling3": Variant("BailingHybridConfig", LING, slow=True),
     "ling3_plain": Variant("BailingHybridConfig", {**LING, "kda_safe_gate": False}, slow=True),
     "rwkv": Variant(

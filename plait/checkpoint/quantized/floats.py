@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.quantized.parts import FLOATS, StoredWeight, WeightParts
-from plait.errors import ShapeMismatch
+from plait.errors import BadFile, ShapeMismatch
 from plait.quant.fp4 import Fp4
 from plait.quant.fp8 import Fp8
 
@@ -79,6 +79,30 @@ def nvfp4(parts: WeightParts) -> StoredWeight:
         return Fp4(parts.read(part).flatten(0, -2), scales, torch.tensor([factor], dtype=torch.float32))
 
     return StoredWeight(shape, "nvfp4", read, lambda: parts.finite("scale"))
+
+
+def nvfp4_stack(parts: WeightParts) -> StoredWeight:
+    """Inkling 2 Mini: nibbles uint8 [..., out, in / 2], scales e4m3 for 16 columns.
+
+    Each matrix of the stack is multiplied by its own largest number, over one number for all or its own.
+    """
+    shape = _nibbles(parts, "plain", "scale_inv", 16, "float8_e4m3fn")
+    count = prod(shape[:-2])
+    for part in ("amax", "amax_divisor"):
+        if prod(found := parts.need(part, *FLOATS, dims=(0, 1, 2, 3))) not in (1, count):
+            raise ShapeMismatch(
+                f"{parts.names[part]}: {list(found)}; expected one number, or one for each of the {count} "
+                "matrices"
+            )
+
+    def read() -> Fp4:
+        largest, by = (parts.finite(x).float().flatten().expand(count) for x in ("amax", "amax_divisor"))
+        if not bool(by.all()):
+            raise BadFile(f"{parts.names['amax_divisor']}: holds a zero; the file is damaged")
+        factors = (largest / by).repeat_interleave(shape[-2])
+        return Fp4(parts.read("plain").flatten(0, -2), parts.read("scale_inv").flatten(0, -2), factors)
+
+    return StoredWeight(shape, "nvfp4", read, lambda: parts.finite("scale_inv"))
 
 
 def packed_mxfp4(parts: WeightParts) -> StoredWeight:

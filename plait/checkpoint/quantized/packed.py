@@ -15,7 +15,14 @@ from types import MappingProxyType
 from torch import Tensor
 
 from plait.checkpoint.quantized.codebooks import codebook
-from plait.checkpoint.quantized.floats import block_mxfp4, fp8, nvfp4, packed_mxfp4, unscaled_fp8
+from plait.checkpoint.quantized.floats import (
+    block_mxfp4,
+    fp8,
+    nvfp4,
+    nvfp4_stack,
+    packed_mxfp4,
+    unscaled_fp8,
+)
 from plait.checkpoint.quantized.integers import awq, bnb_int8, gptq, packed_integers, plain_int8
 from plait.checkpoint.quantized.parts import Files, StoredWeight, WeightParts
 from plait.checkpoint.quantized.scheme import Options, Scheme
@@ -47,6 +54,8 @@ _ENDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         ".quant_state.bitsandbytes__fp4": ("", "quant_state_fp4"),
         "_scale_inv": ("", "scale_inv"),
         "_weight_scale": ("_weight", "scale_inv"),  # Inkling 2's stacks of experts
+        "_weight_amax": ("_weight", "amax"),
+        "_weight_outer_scale_denominator": ("_weight", "amax_divisor"),
         "_blocks": ("", "blocks"),
         "_scales": ("", "block_scales"),
     }
@@ -211,11 +220,18 @@ def _layout(parts: WeightParts) -> Callable[[WeightParts], StoredWeight]:
         return fp8
     if dtype == "int8" and parts.names.keys() & {"scale", "scb"}:
         return bnb_int8 if "scb" in parts else plain_int8
-    if dtype == "uint8" and "scale" in parts and "scale_2" in parts:
-        return nvfp4
-    if dtype == "uint8" and "absmax" in parts:
-        return codebook
+    if dtype == "uint8" and (found := _plain_bytes(parts)):
+        return found
     raise parts.unread("this way of packing is not read")
+
+
+def _plain_bytes(parts: WeightParts) -> Callable[[WeightParts], StoredWeight] | None:
+    """How bytes under a weight's own name are read, by what lies next to them."""
+    if "scale" in parts and "scale_2" in parts:
+        return nvfp4
+    if "scale_inv" in parts and "amax" in parts:
+        return nvfp4_stack
+    return codebook if "absmax" in parts else None
 
 
 def _qweight(parts: WeightParts) -> Callable[[WeightParts], StoredWeight]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -12,8 +12,8 @@ from plait.checkpoint.names import Back, Derived
 from plait.errors import UnsupportedModel
 from plait.families.common.recipes import Stored
 from plait.quant.weight import as_tensor
-from plait.spec.branches import DepthSpec
-from plait.spec.model import BranchSpec, ModelSpec
+from plait.spec.branches import DepthSpec, MessageSpec
+from plait.spec.model import BranchSpec, ModelSpec, NormSpec
 
 LAST = "depth"  # the branch behind the last layer's: what the model's last norm reads
 
@@ -50,6 +50,57 @@ def over_depth(
     whole = replace(plain, sources=(len(layers) - 1) // size + 1)
     *others, end = layers
     return replace(spec, layers=(*others, (*end, BranchSpec(LAST, whole, None, keep=0.0))))
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Layers `start` to `end` - 1, whole blocks of `size`, run in `passes`; gates of messages have `rank`."""
+
+    start: int
+    end: int
+    passes: int
+    rank: int
+    size: int
+
+    @property
+    def layers(self) -> range:
+        return range(self.start, self.end)
+
+    @property
+    def added(self) -> int:
+        """Layers that later passes add: by so many, those behind the loop have higher numbers."""
+        return (self.passes - 1) * len(self.layers)
+
+
+def over_passes(spec: ModelSpec, loop: Passes, gate_norm: NormSpec) -> ModelSpec:
+    """What `over_depth` gave, with each pass over looped layers as layers of their own.
+
+    Their weights are those of the first pass, and states their own.
+    """
+
+    def again(i: int, branch: BranchSpec, messages: int) -> BranchSpec:
+        assert isinstance(branch.mixer, DepthSpec)
+        same = {f.name: getattr(branch.mixer, f.name) for f in fields(branch.mixer)}
+        starts = i == loop.start and branch is spec.layers[i][0]
+        inside = MessageSpec(
+            **same,
+            messages=messages,
+            sent=len(loop.layers) // loop.size,
+            rank=loop.rank,
+            restarts=loop.start // loop.size if starts else None,
+            gate_norm=gate_norm,
+        )
+        return replace(branch, mixer=inside, source=f"layers.{i}.{branch.name}")
+
+    first, later = list(spec.layers), []
+    last = first[-1][2:]  # the mean that the model's norm reads
+    first[-1] = first[-1][:2]
+    for i in loop.layers:
+        attn, ffn = first[i]
+        later.append((again(i, attn, 3), again(i, ffn, 1)))
+        first[i] = tuple(replace(b, source=f"layers.{i}.{b.name}") for b in first[i])
+    layers = [*first[: loop.end], *later * (loop.passes - 1), *first[loop.end :]]
+    return replace(spec, layers=(*layers[:-1], (*layers[-1], *last)))
 
 
 def score_weights(theirs: str) -> Derived:

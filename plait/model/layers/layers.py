@@ -125,12 +125,16 @@ class HeadTransform:
 
 
 class Norm:
-    """RMS or layer norm over `size` features, or over each of `groups` equal parts of them."""
+    """RMS or layer norm over `size` features, or over each of `groups` equal parts of them.
 
-    def __init__(self, s: NormSpec, w: Weights, size: int, groups: int = 1) -> None:
-        self.spec, self.groups = s, groups
+    `is_same`: an RMS norm of which the groups have one weight.
+    """
+
+    def __init__(self, s: NormSpec, w: Weights, size: int, groups: int = 1, *, is_same: bool = False) -> None:
+        self.spec, self.groups, many = s, groups, groups if is_same else 1
         # In float32 whatever the model computes in: Gemma's 1 + w would lose its last bits in bfloat16.
-        self.weight = w.tensor("weight", (size,), torch.float32) if s.weight else _ones(size, w)
+        own = w.tensor("weight", (size // many,), torch.float32) if s.weight else _ones(size // many, w)
+        self.weight = own.repeat(many) if is_same else own
         # An RMS norm has no bias, a norm without a weight neither: one in the file is left over, and refused.
         self.bias = w.optional("bias", (size,), torch.float32) if s.kind == "layer" and s.weight else None
         self._rms = w.bind(norm.rms_norm, size=size)

@@ -38,7 +38,7 @@ class DepthBranch:
         self.spec, hidden = s, w.target.hidden_size
         self.inner = build(s.parts[INNER], w.scope(INNER)) if s.parts else None
         self.states = self.inner.states if self.inner else dict[str, State]()
-        self.norm = Norm(s.norm, w.scope("norm"), s.reads * hidden, s.reads) if s.norm else None
+        self.norm = self._build_norm(s, w)
         shape = (hidden,) if s.reads == 1 else (s.reads, hidden)
         scores = w.tensor("source", shape, torch.float32) if s.sources else None
         self.queries = None if scores is None else scores.view(s.reads, hidden)
@@ -46,18 +46,24 @@ class DepthBranch:
         self._ranks = (w.target.comm, w.target.dtype)
         self._repeat = Repeat(s.reads, w) if s.reads > 1 and not s.sources else None
 
+    def _build_norm(self, s: DepthSpec, w: Weights) -> Norm | None:
+        return Norm(s.norm, w.scope("norm"), s.reads * w.target.hidden_size, s.reads) if s.norm else None
+
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden], what this block gave so far -> [T, hidden]; `inner` reads [T, reads · hidden]."""
-        ended: list[Tensor] = batch.step.setdefault(BLOCKS, [])
-        read = x
-        if self.queries is not None:
-            read = self._mix(self.queries, self.spec.eps, self.spec.of_normed, *ended, x)
-        elif self._repeat:
-            read = self._repeat(x)
+        read = self._mean(x, batch)
         if self.spec.ends:
-            ended.append(x)
+            batch.step[BLOCKS].append(x)
         read = self.norm(read) if self.norm else read
         if self.inner is None:
             return read
         y = self.inner(read, batch, store)
         return y if getattr(self.inner, "is_summed", False) else sum_ranks(y, *self._ranks)
+
+    def _mean(self, x: Tensor, batch: Batch) -> Tensor:
+        """x: [T, hidden] -> [T, reads · hidden]: a mean of each query."""
+        ended: list[Tensor] = batch.step.setdefault(BLOCKS, [])
+        if self.queries is not None:
+            mean: Tensor = self._mix(self.queries, self.spec.eps, self.spec.of_normed, *ended, x)
+            return mean
+        return self._repeat(x) if self._repeat else x

@@ -20,6 +20,7 @@ from plait.ops.dynamic_conv import head_conv
 from plait.ops.entry import CODED
 from plait.ops.norm import limit_length
 from plait.ops.relative import relative_attention
+from plait.ops.rows import join
 from plait.partition import Cut, Division, Rank, join_ranges, scale_range, shift_range
 from plait.spec.attention import RelativeSpec
 from plait.state.store import StateStore
@@ -30,6 +31,7 @@ def _words(m: RelativeSpec) -> str:
     parts += ["lengths limited"] if m.lengths else []
     parts += ["sinks of each token"] if m.token_sinks else []
     parts += ["taps of each token"] if m.apart else []
+    parts += ["inputs of their own for queries, keys and values"] if m.split else []
     return ", ".join(parts)
 
 
@@ -112,6 +114,29 @@ class ApartInputs:
         return Projected(q, own["mix"], own.get("gate"), own.get("sink"), *found)
 
 
+class SplitInputs:
+    """Queries, keys and values of three parts of x, or of all of it; `conv` as that of `JoinedInputs`."""
+
+    def __init__(self, s: RelativeSpec, w: Weights) -> None:
+        q, kv, self.dim = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim, s.head_dim
+        self._hidden, more = w.target.hidden_size, own_parts(s)
+        own = {"q": q, **more}
+        self.into = w.linear(*own, in_size=self._hidden, out_sizes=tuple(own.values()))
+        self._sizes, self._more = [*own.values()], [*more]
+        self.kv = [w.linear(x, in_size=self._hidden, out_sizes=(kv,)) for x in "kv"]
+        self._join, self.conv = w.bind(join), DepthwiseConv(w, 2 * kv, s.taps, None, WITH_INPUT)
+        self.tails = {"conv": (self.conv.tail_shape, "model")}
+
+    def __call__(self, x: Tensor, batch: Batch, tails: dict[str, Tensor]) -> Projected:
+        """x: [T, hidden] or [T, 3 hidden]."""
+        first, *others = x.split(self._hidden, -1)
+        q, *more = self.into(first).split(self._sizes, -1)
+        own = dict(zip(self._more, more, strict=True))
+        kv = self._join(*(linear(read) for linear, read in zip(self.kv, others or (x, x), strict=True)))
+        k, v = self.conv(kv, batch, tails["conv"]).unflatten(-1, (-1, self.dim)).chunk(2, 1)
+        return Projected(q, own["mix"], own.get("gate"), own.get("sink"), k, v)
+
+
 def own_parts(s: RelativeSpec) -> dict[str, int]:
     """What is made of the part that queries read, besides these, and how many numbers it has."""
     parts = {"mix": s.num_heads * s.rank}
@@ -126,7 +151,7 @@ class RelativeAttention:
     def __init__(self, s: RelativeSpec, w: Weights) -> None:
         self.spec, self.name = s, w.prefix
         q = s.num_heads * s.head_dim
-        self.inputs = (ApartInputs if s.apart else JoinedInputs)(s, w)
+        self.inputs = (ApartInputs if s.apart else SplitInputs if s.split else JoinedInputs)(s, w)
         self.o = w.linear("o", in_size=q, out_sizes=(w.target.hidden_size,))
         self.q_norm = HeadNorm(s.qk_norm, s, w.scope("q_norm"), s.num_heads) if s.qk_norm else None
         self.k_norm = HeadNorm(s.qk_norm, s, w.scope("k_norm"), s.num_kv_heads) if s.qk_norm else None

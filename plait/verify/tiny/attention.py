@@ -17,6 +17,24 @@ DEEPSEEK = {
     "num_key_value_heads": 4,
 }
 INDEXER = {"index_head_dim": 32, "index_n_heads": 12, "index_topk": 6}
+INKLING2: Mapping[str, object] = {
+    "head_dim": 10,
+    "swa_head_dim": 12,
+    "swa_num_attention_heads": 6,
+    "swa_num_key_value_heads": 3,
+    "sliding_window_size": WINDOW,
+    "d_rel": 5,
+    "rel_extent": 30,
+    "log_scaling_n_floor": 20,
+    "conv_kernel_size": 3,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "route_scale": 1.7,
+    "qk_l2_clip_threshold": 2.0,
+    "rel_l2_clip_threshold": 1.0,
+    "unpadded_vocab_size": None,
+}
 
 ATTENTION: Mapping[str, Config] = {
     "attention": make_config("LlamaForCausalLM", "llama"),
@@ -224,25 +242,20 @@ ATTENTION: Mapping[str, Config] = {
     "token-taps": make_config(
         "Inkling2ForCausalLM",
         "inkling2_text",
+        **INKLING2,
         num_hidden_layers=4,
-        layer_types=["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid"],
-        head_dim=10,
-        swa_head_dim=12,
-        swa_num_attention_heads=6,
-        swa_num_key_value_heads=3,
-        sliding_window_size=WINDOW,
-        d_rel=5,
-        rel_extent=30,
-        log_scaling_n_floor=20,
-        conv_kernel_size=3,
-        n_routed_experts=6,
-        num_experts_per_tok=2,
-        moe_intermediate_size=20,
-        route_scale=1.7,
-        qk_l2_clip_threshold=2.0,
-        rel_l2_clip_threshold=1.0,
+        layer_types=["hybrid_sliding", "hybrid"] * 2,
         n_layers_per_attn_res_block=2,
-        unpadded_vocab_size=None,
+    ),
+    # Inkling 2 Mini: layers in two passes, with messages of the pass before.
+    "passes": make_config(
+        "Inkling2LoopForCausalLM",
+        "inkling2_loop_text",
+        **INKLING2,
+        num_hidden_layers=4,
+        layer_types=["hybrid_sliding", "hybrid"] * 2,
+        n_layers_per_attn_res_block=1,
+        loop_config={"core_start": 1, "core_end": 3, "num_passes": 2, "gate_rank": 6},
     ),
     # GLM-5.3: delta rule and latent attention of which small heads choose pools of keys, over mixed streams.
     "pools": make_config(
