@@ -43,6 +43,28 @@ def scale_tensor(factor: float | Tensor, source: str) -> Derived:
     return Derived(times, (source,), (Back(None if is_one(factor) else divided),))
 
 
+def scale_by(numbers: str, how: Callable[[Tensor], Tensor], neutral: float, source: str) -> Derived:
+    """The rows of a tensor times how(numbers), a vector with one for each row, as `scale_tensor` does it.
+
+    neutral: the number of which that is 1. Written again, all of `numbers` are it, and the tensor is scaled.
+    """
+
+    def times(w: Stored, by: Stored, **_: str) -> Stored:
+        scaled: Stored = scale_tensor(how(as_tensor(by).float()), source).fn(w)
+        return scaled
+
+    def plain(w: Tensor) -> Tensor:
+        return torch.full(w.shape[:1], neutral, device=w.device)
+
+    backs = (Back(), Back(plain) if source.endswith(".weight") else None)  # a bias has those of its weight
+    return Derived(times, (source, numbers), backs, is_product=True)
+
+
+def fill(number: float, count: int) -> Derived:
+    """A vector that no file has: one number for all channels."""
+    return Derived(lambda **_: torch.full((count,), number), ())
+
+
 def is_one(factor: float | Tensor) -> bool:
     """Whether a multiplier changes nothing."""
     return bool((factor == 1).all()) if isinstance(factor, Tensor) else factor == 1
