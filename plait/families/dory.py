@@ -153,10 +153,14 @@ def _names(c: Config, order: list[int]) -> Rules:
     """The names of published files, in which a layer is two, and of those that transformers writes."""
     hidden, unit = c["hidden_size"], c["initializer_range"]
     tables = [f"{body}{table}.weight" for body, table in product(BODIES, TABLES)]
-    heads = tables if c.get("tie_word_embeddings") else ["lm_head.weight"]
+    is_tied = bool(c.get("tie_word_embeddings"))
+    heads = [
+        scale_by("lm_head.logit_scale", _by(1 / unit), unit, x)
+        for x in (tables if is_tied else ["lm_head.weight"])
+    ]
     names: dict[str, Source | tuple[Source, ...]] = {
         "embed.weight": tuple(tables),
-        "head.weight": tuple(scale_by("lm_head.logit_scale", _by(1 / unit), unit, x) for x in heads),
+        "head.weight": tuple(replace(x, back=()) if is_tied else x for x in heads),
         "layers.{i}.ffn.inner.inner_norm.weight": fill(1.0, c["intermediate_size"]),
         **{
             f"layers.{{i}}.{x}.{y}.shift": fill(0.0, hidden)
