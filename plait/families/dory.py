@@ -22,6 +22,7 @@ from plait.spec.model import BranchSpec, ModelSpec, NormSpec
 
 MOST = 4096  # layers, all loops together
 UNIT = NormSpec(1e-6, "length", weight=False)  # of every norm: no key of a config changes it
+WIDE = NormSpec(UNIT.eps, UNIT.kind)  # of what ranks have parts of: its size is that of a weight
 ROPES = {SLIDING: {"rope_theta": 1e4}, FULL: {"rope_theta": 1e7}}
 BODIES, TABLES = ("backbone.", "model."), ("embeddings", "embed_tokens")
 How = Callable[[Tensor], Tensor]
@@ -84,7 +85,7 @@ def dory(c: Config) -> tuple[ModelSpec, NameMap]:
     for i, origin in enumerate(order):
         parts = {
             "attn": _attention(c, kinds[origin]),
-            "ffn": replace(mlp(c), norm=replace(UNIT, weight=True)),
+            "ffn": replace(mlp(c), norm=WIDE),
         }
         layer = tuple(
             BranchSpec(
@@ -104,7 +105,7 @@ def dory(c: Config) -> tuple[ModelSpec, NameMap]:
 
 
 def _attention(c: Config, kind: str) -> ScaledQueriesSpec:
-    usual = gqa(c, kind, qk_norm=UNIT, gate=True, out_norm=UNIT)
+    usual = gqa(c, kind, qk_norm=UNIT, gate=True, out_norm=WIDE)
     return ScaledQueriesSpec(**{field.name: getattr(usual, field.name) for field in fields(usual)})
 
 
@@ -162,6 +163,7 @@ def _names(c: Config, order: list[int]) -> Rules:
         "embed.weight": tuple(tables),
         "head.weight": tuple(replace(x, back=()) if is_tied else x for x in heads),
         "layers.{i}.ffn.inner.inner_norm.weight": fill(1.0, c["intermediate_size"]),
+        "layers.{i}.attn.inner.out_norm.weight": fill(1.0, c["num_attention_heads"] * c["head_dim"]),
         **{
             f"layers.{{i}}.{x}.{y}.shift": fill(0.0, hidden)
             for x in ("attn", "ffn")
