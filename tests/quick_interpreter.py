@@ -1,4 +1,4 @@
-"""Triton's interpreter without the work that it repeats: for tests alone."""
+"""Triton's interpreter without the work that it repeats; conditions stay conditions. For tests alone."""
 
 from __future__ import annotations
 
@@ -29,6 +29,16 @@ def patch_language_once() -> None:
     def languages(fn: Any) -> list[Any]:
         return [tl, *(value for value in fn.__globals__.values() if value is tl.core)]
 
+    splat = type(builder).create_splat
+
+    def splat_condition(own: Any, kind: Any, scalar: Any) -> Any:
+        """A comparison of two integers is a condition; the interpreter spreads it as integers, and from
+        Triton 3.9 on refuses these as masks."""
+        made = splat(own, kind, scalar)
+        if scalar.data.dtype == bool:
+            made.data = made.data.astype(bool)
+        return made
+
     def patch_once(fn: Any) -> Any:
         """A launch restores `tl`, so what is no builtin there has been patched by the launch that goes on."""
         if any(tl.core.is_builtin(language.load) for language in languages(fn)):
@@ -36,3 +46,4 @@ def patch_language_once() -> None:
         return interpreter._LangPatchScope()
 
     interpreter._patch_lang = patch_once
+    type(builder).create_splat = splat_condition

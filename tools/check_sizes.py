@@ -33,7 +33,7 @@ CAPS = {
     "kernels": 34_600,
     "llm": 630,
     "loading": 6_640,
-    "model": 5_560,
+    "model": 5_640,
     "ops": 7_580,
     "quant": 2_530,
     "runner": 6_130,

@@ -77,6 +77,11 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Mistral Small 4", "MLA, queries that grow with position, MoE", ("mistral4",)),
     ("Muse Glimmer (text)", "gated GQA, local and global, MLP", ("muse_glimmer",)),
     ("HRM-Text", "gated attention and MLP in two stacks in turns", ("hrm_text",)),
+    (
+        "Dory",
+        "gated GQA, local and global, and MLP over states of one length, in loops",
+        ("dory",),
+    ),
     ("Maincoder", "GQA, MLP", ("maincoder",)),
     ("Nemotron Super 49B, Ultra 253B · DeciLM", "GQA, MLP, either left out", ("nemotron-nas",)),
     ("Apertus, Apertus 1.5 (text) · Jais 2", "GQA, MLP", ("apertus", "jais2")),

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-import torch
-
-from plait.checkpoint.names import Derived, NameMap, Rules
+from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
 from plait.families.common.detection import Detection, Marker
 from plait.families.common.hyper import move_inside
-from plait.families.common.recipes import attention_tensors, ends, unused_patterns
+from plait.families.common.recipes import attention_tensors, ends, fill, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
 from plait.families.common.tensors import Tensors
@@ -77,13 +75,8 @@ def _names(hidden: int) -> Rules:
             f"{ours}.stays.scale": f"{L}.{gain}_residual"
             for ours, gain in ((ATTN, "input"), (FFN, "post_attention"))
         },
-        **{f"{ours}.stays.shift": _all(0.0, hidden) for ours in (ATTN, FFN)},
-        **{f"{ours}.added.scale": _all(1.0, hidden) for ours in (ATTN, FFN)},
-        **{f"{ours}.added.shift": _all(0.0, hidden) for ours in (ATTN, FFN)},
+        **{f"{ours}.stays.shift": fill(0.0, hidden) for ours in (ATTN, FFN)},
+        **{f"{ours}.added.scale": fill(1.0, hidden) for ours in (ATTN, FFN)},
+        **{f"{ours}.added.shift": fill(0.0, hidden) for ours in (ATTN, FFN)},
         **move_inside(inside, ("attn", "ffn")),
     }
-
-
-def _all(number: float, count: int) -> Derived:
-    """A vector that no file has: one number for all channels."""
-    return Derived(lambda **_: torch.full((count,), number), ())

@@ -16,6 +16,11 @@ class SharedKeysSpec(AttentionSpec):
 
 
 @dataclass(frozen=True, slots=True)
+class ScaledQueriesSpec(AttentionSpec):
+    """Queries times learned factors, behind the rotation; `out_norm` is of gated outputs (Dory)."""
+
+
+@dataclass(frozen=True, slots=True)
 class HybridHeadsSpec(Mamba1Spec):
     """Heads of attention and channels of Mamba1 in one mixer (Hymba; Dong et al. 2024): out((a + m) / 2) of
     their outputs, each normed, with values of `v_dim` numbers.

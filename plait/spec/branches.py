@@ -95,9 +95,10 @@ class MessageSpec(DepthSpec):
 class CycleSpec(Mixer):
     """In front of a stack of layers that runs in cycles with another one (HRM; Wang et al. 2025): what the
     last one gave, normed, becomes the state `after`, and the sum of both is read. None: embeddings are the
-    slow state, a stored vector is the fast one. "alone": what was given, normed, is read (Nanbeige 4.2)."""
+    slow state, a stored vector is the fast one. "alone": what was given, normed, is read (Nanbeige 4.2).
+    "both": what was given, normed, becomes either state; both are read (Dory)."""
 
-    after: Literal["slow", "fast", "alone"] | None
+    after: Literal["slow", "fast", "both", "alone"] | None
     norm: NormSpec
 
 
@@ -122,9 +123,13 @@ class GatedInputSpec(ParallelSpec):
 
 @dataclass(frozen=True, slots=True)
 class ScaledSpec(ParallelSpec):
-    """x becomes a x + b + c inner(norm(x)) + d, with learned vectors (ZAYA); without `inner` a x + b."""
+    """x becomes a x + b + c inner(norm(x)) + d, with learned vectors (ZAYA); without `inner` a x + b.
+
+    `post_norm`: of what `inner` gives (Dory).
+    """
 
     norm: NormSpec | None = None
+    post_norm: NormSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ class NormSpec:
     """RMS norm (Zhang & Sennrich 2019) or layer norm. `weight` False: it only scales to unit size."""
 
     eps: float = 1e-6
-    kind: Literal["rms", "layer"] = "rms"
+    kind: Literal["rms", "layer", "length"] = "rms"  # length: to length 1, eps in a sum of squares (nGPT)
     weight: bool = True
 
 

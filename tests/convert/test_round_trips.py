@@ -121,7 +121,7 @@ def test_what_comes_back_has_the_names_and_numbers_of_the_first(name: str, folde
             assert torch.allclose(file[key], originals.read(key), rtol=1e-5, atol=1e-6), key
 
 
-@pytest.mark.parametrize("name", ["zaya", "rwkv"])
+@pytest.mark.parametrize("name", ["zaya", "rwkv", "doge"])
 def test_what_no_gguf_holds_is_written_as_it_was_read(name: str, folder: Path) -> None:
     model, oracle = source(name, folder)
     target = hf_target(model, "float32")
@@ -130,6 +130,15 @@ def test_what_no_gguf_holds_is_written_as_it_was_read(name: str, folder: Path) -
     assert {key: tuple(tensor.shape) for key, tensor in file.items()} == shapes
     again = decoder(resolved(file, target.config), file)
     assert worst(whole(again, oracle["ids"][0]), oracle["logits"][0]) <= 1e-4
+
+
+def test_dory_is_written_with_the_names_of_published_files(folder: Path) -> None:
+    model, oracle = source("dory", folder)
+    target = hf_target(model, "float32")
+    file = written(model, target.made)
+    assert {"backbone.layers.9.mixer.suv_up", "backbone.layers.8.attn_alpha"} <= set(file)
+    again = decoder(resolved(file, target.config), file)
+    assert worst(whole(again, oracle["ids"][0]), oracle["logits"][0]) <= 1e-5
 
 
 def test_rotary_pairs_are_where_each_format_wants_them(folder: Path) -> None:

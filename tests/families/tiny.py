@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -308,7 +309,7 @@ def write(name: str, folder: Path, variant: Variant | None = None) -> None:
 def _write(name: str, folder: Path, variant: Variant) -> None:
     kind = getattr(transformers, variant.config)
     known = {f.name for f in fields(kind)} | set(kind.attribute_map)
-    config = kind(**{**{k: v for k, v in SIZES.items() if k in known}, **variant.changes})
+    config = kind(**{**{k: v for k, v in SIZES.items() if k in known}, **deepcopy(dict(variant.changes))})
     made = getattr(transformers, variant.model) if variant.model else transformers.AutoModelForCausalLM
     build = made._from_config if variant.model else made.from_config
     model = build(config, dtype=torch.float32, attn_implementation=variant.attention).eval()

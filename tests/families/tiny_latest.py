@@ -33,6 +33,26 @@ MUSE = {
     "image_token_id": 98,
     "video_token_id": 99,
 }
+# Stored scales are random: with the usual initializer_range scores would be in the thousands.
+DORY = {
+    "num_hidden_layers": 5,
+    "n_input_layers": 1,
+    "n_recurrent_layers": 3,
+    "n_output_layers": 1,
+    "n_recurrent_loops": 3,
+    "head_dim": 12,
+    "sliding_window": 6,
+    "initializer_range": 0.35,
+    "ngpt_alpha_init": 0.4,
+    "layer_types": [
+        *("sliding_attention", "full_attention", "sliding_attention"),
+        *("sliding_attention", "full_attention"),
+    ],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
 VARIANTS: dict[str, Variant] = {
     "mistral4": Variant(
         "Mistral4Config",
@@ -76,6 +96,24 @@ VARIANTS: dict[str, Variant] = {
             "embedding_scale": 1.7,
             "attention_bias": True,
         },
+    ),
+    "dory": Variant(
+        "DoryConfig",
+        {**DORY, "attention_bias": True, "mlp_bias": True},
+    ),
+    "dory_once": Variant(
+        "DoryConfig",
+        {
+            **DORY,
+            "n_input_layers": 0,
+            "n_recurrent_layers": 2,
+            "n_output_layers": 3,
+            "n_recurrent_loops": 1,
+            "recurrent_kv_cache_mode": "last_loop",
+            "tie_word_embeddings": True,
+            "hidden_act": "gelu",
+        },
+        slow=True,
     ),
     "muse_glimmer": Variant("MuseGlimmerConfig", MUSE, model="MuseGlimmerForConditionalGeneration"),
     "sarvam_mla": Variant(

@@ -110,7 +110,7 @@ def _places(ours: str, names: NameMap, form: str) -> Iterator[tuple[str, TensorP
         raise UnsupportedFormat(f"{ours}: {form} has no tensor for it") from None
     if isinstance(source, str):
         yield source, TensorPlace(ours, None, Back(), 0)
-    elif source.back:
+    elif source.back or not source.sources:  # a constant is in no file
         for theirs, back in zip(source.sources, source.back, strict=True):
             if back is not None:
                 expert = int(fields["e"]) if back.stack is not None else 0

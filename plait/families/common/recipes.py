@@ -26,13 +26,7 @@ def scale_tensor(factor: float | Tensor, source: str) -> Derived:
     """
 
     def times(w: Stored, **_: str) -> Stored:
-        if isinstance(w, Scalable):
-            return w.times(torch.as_tensor(factor, dtype=torch.float32))
-        numbers = as_tensor(w)
-        by = factor
-        if isinstance(by, Tensor):
-            by = by.to(numbers.device)[:, None] if numbers.ndim == 2 else by.to(numbers.device)
-        return (numbers.float() * by).to(numbers.dtype)
+        return _multiply(w, factor)
 
     def divided(numbers: Tensor) -> Tensor:
         by = factor
@@ -41,6 +35,37 @@ def scale_tensor(factor: float | Tensor, source: str) -> Derived:
         return numbers / by
 
     return Derived(times, (source,), (Back(None if is_one(factor) else divided),))
+
+
+def _multiply(w: Stored, factor: float | Tensor) -> Stored:
+    if isinstance(w, Scalable):
+        return w.times(torch.as_tensor(factor, dtype=torch.float32))
+    numbers = as_tensor(w)
+    by = factor
+    if isinstance(by, Tensor):
+        by = by.to(numbers.device)[:, None] if numbers.ndim == 2 else by.to(numbers.device)
+    return (numbers.float() * by).to(numbers.dtype)
+
+
+def scale_by(numbers: str, how: Callable[[Tensor], Tensor], neutral: float, source: str) -> Derived:
+    """The rows of a tensor times how(numbers), a vector with one for each row, as `scale_tensor` does it.
+
+    neutral: the number of which that is 1. Written again, all of `numbers` are it, and the tensor is scaled.
+    """
+
+    def times(w: Stored, by: Stored, **_: str) -> Stored:
+        return _multiply(w, how(as_tensor(by).float()))
+
+    def plain(w: Tensor) -> Tensor:
+        return torch.full(w.shape[:1], neutral, device=w.device)
+
+    backs = (Back(), Back(plain) if source.endswith(".weight") else None)  # a bias has those of its weight
+    return Derived(times, (source, numbers), backs, is_product=True)
+
+
+def fill(number: float, count: int) -> Derived:
+    """A vector that no file has: one number for all channels."""
+    return Derived(lambda **_: torch.full((count,), number), ())
 
 
 def is_one(factor: float | Tensor) -> bool:

@@ -127,6 +127,7 @@ class HeadTransform:
 class Norm:
     """RMS or layer norm over `size` features, or over each of `groups` equal parts of them.
 
+    To length 1 (`kind` "length") it is an RMS norm with n**-0.5 as a factor of its weight, eps divided by n.
     `is_same`: an RMS norm of which the groups have one weight.
     """
 
@@ -134,7 +135,10 @@ class Norm:
         self.spec, self.groups, many = s, groups, groups if is_same else 1
         # In float32 whatever the model computes in: Gemma's 1 + w would lose its last bits in bfloat16.
         own = w.tensor("weight", (size // many,), torch.float32) if s.weight else _ones(size // many, w)
-        self.weight = own.repeat(many) if is_same else own
+        self.weight, self.eps = own.repeat(many) if is_same else own, s.eps
+        if s.kind == "length":
+            count = size // groups
+            self.weight, self.eps = self.weight * count**-0.5, s.eps / count
         # An RMS norm has no bias, a norm without a weight neither: one in the file is left over, and refused.
         self.bias = w.optional("bias", (size,), torch.float32) if s.kind == "layer" and s.weight else None
         self._rms = w.bind(norm.rms_norm, size=size)
@@ -145,13 +149,13 @@ class Norm:
     def __call__(self, x: Tensor) -> Tensor:
         """x: [..., size] -> the same shape."""
         if self._layer:
-            return self._layer(x, self.weight, self.bias, self.spec.eps, self.groups)  # type: ignore[no-any-return]
-        return self._rms(x, self.weight, self.spec.eps, self.groups)  # type: ignore[no-any-return]
+            return self._layer(x, self.weight, self.bias, self.eps, self.groups)  # type: ignore[no-any-return]
+        return self._rms(x, self.weight, self.eps, self.groups)  # type: ignore[no-any-return]
 
     @property
     def weights(self) -> NormWeights:
         """For ops that norm and do more."""
-        return NormWeights(self.weight, self.bias, self.spec.eps, self.spec.kind == "layer")
+        return NormWeights(self.weight, self.bias, self.eps, self.spec.kind == "layer")
 
     def add(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         """(x + delta, its norm): the step from one branch to the next, one fused op where a kernel has it.
@@ -163,7 +167,7 @@ class Norm:
         if self._layer:
             x = self._combine(x, delta, 1.0)
             return x, self(x)
-        return self._add_rms(x, delta, self.weight, self.spec.eps)  # type: ignore[no-any-return]
+        return self._add_rms(x, delta, self.weight, self.eps)  # type: ignore[no-any-return]
 
 
 class GatedNorm:

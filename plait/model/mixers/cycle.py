@@ -14,11 +14,14 @@ from plait.spec.branches import CycleSpec
 from plait.state.store import StateStore
 
 SLOW, FAST = "slow state", "fast state"  # in `Batch.step`
+_STATES = {"slow": (SLOW,), "fast": (FAST,), "both": (SLOW, FAST)}  # what becomes the last stack's output
 
 
 def _words(m: CycleSpec) -> str:
     if m.after == "alone":
         return "a norm between two rounds"
+    if m.after == "both":
+        return "a slow state and a fast one begin as this, normed"
     return f"the {m.after} state becomes this" if m.after else "a slow state and a fast one begin"
 
 
@@ -35,7 +38,7 @@ class Cycle:
 
     def __init__(self, s: CycleSpec, w: Weights) -> None:
         hidden, self.states = w.target.hidden_size, dict[str, State]()
-        self._after, self._is_alone = SLOW if s.after == "slow" else FAST, s.after == "alone"
+        self._is_alone, self._becomes = s.after == "alone", _STATES.get(s.after or "", ())
         self.norm = Norm(s.norm, w.scope("norm"), hidden) if s.after else None
         self.first = None if s.after else w.tensor("first", (hidden,))
         self._combine = w.bind(combine)
@@ -47,6 +50,6 @@ class Cycle:
         if self.first is not None:
             batch.step[SLOW], batch.step[FAST] = x, self.first.expand(len(x), -1)
         elif self.norm:
-            batch.step[self._after] = self.norm(x)
+            batch.step.update(dict.fromkeys(self._becomes, self.norm(x)))
         read: Tensor = self._combine(batch.step[SLOW], batch.step[FAST], 1.0)
         return read

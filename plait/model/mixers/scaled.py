@@ -29,6 +29,7 @@ class Scaled:
         self.inner = build(s.parts[INNER], w.scope(INNER)) if INNER in s.parts else None
         hidden = w.target.hidden_size
         self.norm = Norm(s.norm, w.scope("norm"), hidden) if s.norm else None
+        self.post_norm = Norm(s.post_norm, w.scope("post_norm"), hidden) if s.post_norm else None
         self.states: dict[str, State] = self.inner.states if self.inner else {}
         names = ("stays", "added") if self.inner else ("stays",)
         self._vectors = [
@@ -43,5 +44,6 @@ class Scaled:
         if self.inner:
             y = self.inner(self.norm(x) if self.norm else x, batch, store)
             y = y if getattr(self.inner, "is_summed", False) else sum_ranks(y, *self._ranks)
+            y = self.post_norm(y) if self.post_norm else y
         change: Tensor = self._write(x, *self._vectors[0], y, *self._vectors[-1])
         return change

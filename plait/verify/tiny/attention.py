@@ -281,6 +281,20 @@ ATTENTION: Mapping[str, Config] = {
         embedding_scale=1.3,
         prefix_lm=False,
     ),
+    # Dory: states of one length, layers that run in loops, queries scaled behind their rotation.
+    "loops": make_config(
+        "DoryForCausalLM",
+        "dory",
+        num_hidden_layers=4,
+        layer_types=[*TURNS, *TURNS],
+        n_input_layers=1,
+        n_output_layers=1,
+        n_recurrent_loops=3,
+        head_dim=10,
+        sliding_window=WINDOW,
+        initializer_range=0.02,
+        ngpt_alpha_init=0.4,
+    ),
     # Hunyuan 4: sinks, gates, indexers that layers share, and streams that are not mixed.
     "streams": make_config(
         "HYV4ForCausalLM",

@@ -220,7 +220,7 @@ FAMILIES: dict[str, list[Form]] = {
     "Ministral 3, Devstral 2": [
         Form("{{ tools }}[TOOL_CALLS]f[ARGS]", "mistral_args", each("[TOOL_CALLS]{n}[ARGS]{a}"))
     ],
-    "Apertus · Jais 2": [
+    "Apertus, Apertus 1.5 (text) · Jais 2": [
         named("<|tools_prefix|><|inner_prefix|><|inner_suffix|>", "apertus", "apertus"),
         Form(TURNS),
     ],
@@ -229,6 +229,7 @@ FAMILIES: dict[str, list[Form]] = {
     ],
     "Muse Glimmer (text)": [Form(TURNS)],
     "HRM-Text": [PLAIN],
+    "Dory": [PLAIN],
     "Maincoder": [Form(TURNS)],
     "Nemotron Super 49B, Ultra 253B · DeciLM": [NEMOTRON, think(NEMOTRON)],
     "Hunyuan dense · A13B": [named("<tool_calls>[{}]</tool_calls></think><answer>", "jamba", "hunyuan")],
@@ -251,6 +252,7 @@ FAMILIES: dict[str, list[Form]] = {
     ],
     "Inkling (text)": [Form(TURNS)],
     "Inkling 2 (text)": [Form(TURNS)],
+    "Inkling 2 Mini (text)": [Form(TURNS)],
     "MiniCPM-SALA (up to 8,191 tokens)": [Form(TURNS)],
     "MiniMax-01, M1": [
         Form("<beginning_of_sentence>{{ m.content }}<end_of_sentence>"),
@@ -362,6 +364,8 @@ FAMILIES: dict[str, list[Form]] = {
     ],
     "Ling 3": [think(HERMES_FORM)],
     "Ling 1, 2 · DeepSeek-MoE": [HERMES_FORM, think(HERMES_FORM), PLAIN],
+    "Sarvam 30B · 105B": [Form(TURNS)],
+    "Lara 4 Mini": [PLAIN],
     "Ling 2.5, Ring 2.5": [HERMES_FORM, think(HERMES_FORM)],
     "BLOOM, BLOOMZ · MPT": [PLAIN, Form(TURNS)],
     "DBRX · Phi-3.5-MoE": [Form(TURNS)],
