@@ -36,6 +36,7 @@ from plait.cli.common.progress import LoadingBar
 from plait.cli.common.rank_facts import rank_facts, rank_lines
 from plait.config import UNPROVEN, EngineConfig
 from plait.errors import ConfigError, OutOfMemory
+from plait.families.common.inside import note_unread
 
 if TYPE_CHECKING:
     from plait.loading.open_model import Opened
@@ -103,7 +104,10 @@ def model_facts(model: str, config: EngineConfig, probe_text: str | None = None)
             for key, value in resolved.config.items()
             if key in resolved.provenance
         },
-        "notes": rope_notes(spec, min(config.max_model_len or spec.max_len, spec.max_len)),
+        "notes": [
+            *note_unread(resolved.names, opened.checkpoint.names()),
+            *rope_notes(spec, min(config.max_model_len or spec.max_len, spec.max_len)),
+        ],
         "tokenizer": tokenizer_facts(opened),
         "memory": {
             **memory_facts(states, dtype, config, spec.max_len),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from plait.checkpoint.names import Source, UnknownName, make_derived, sources_of
 from plait.errors import ConfigError, UnsupportedFormat, UnsupportedModel
+from plait.families.common.inside import Inside, find_body
 from plait.families.common.recipes import Shifted
 from plait.families.common.registry import UnknownArchitecture, families_by_name, find, names_in
 from plait.families.common.resolved import Resolved
@@ -231,7 +232,10 @@ def _build_once(
 ) -> tuple[Resolved, dict[str, str]]:
     c, told = _normalize_config(flat), dict(why)
     _let_tensors_win(c, told, shapes)
-    return _build_resolved(c, told), told
+    built = _build_resolved(c, told)
+    if body := find_body(shapes):
+        built = replace(built, names=Inside(built.names, body))
+    return built, told
 
 
 def _read_source(source: Source, fields: Mapping[str, str], read: Callable[[str], Tensor]) -> Tensor:

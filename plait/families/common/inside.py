@@ -1,0 +1,69 @@
+"""A text model inside one that also sees or hears: where its tensors are, and which ones belong to others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterable
+from dataclasses import replace
+
+from plait.checkpoint.names import NameMap, Source
+
+# What the names of a text model begin with there; the first that a checkpoint has.
+BODIES = ("model.language_model.", "language_model.", "model.text_model.", "text_model.")
+_HEADS = ("lm_head", "score", "classifier")  # next to the body, of the whole model
+_TOP = "model."  # where a text model alone has its layers
+
+
+def find_body(names: Iterable[str]) -> str | None:
+    """The beginning of a text model's names in a checkpoint of more, or None where there is no more."""
+    found = {body for name in names for body in BODIES if name.startswith(body)}
+    return next((body for body in BODIES if body in found), None)
+
+
+class _TextAlone:
+    """The names of a checkpoint as those of a text model alone."""
+
+    def __init__(self, body: str, present: Container[str]) -> None:
+        self._body, self._present = body, present
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self.find(name) in self._present
+
+    def find(self, name: str) -> str:
+        """Theirs, of a name as a text model alone has it."""
+        ways = (f"{self._body}{name}", f"{self._body}{name.removeprefix(_TOP)}")
+        return next((way for way in ways if way in self._present), name)
+
+
+class Inside(NameMap):
+    """A family's names below `body`. Tensors next to it may stay unused: they are of pictures and sound."""
+
+    def __init__(self, names: NameMap, body: str) -> None:
+        self._names, self._body = names, body
+        kept = "|".join((re.escape(body), *(rf"{head}\b" for head in _HEADS)))
+        self._beside = re.compile(rf"^(?!{kept})")
+        own = [f"(?:{names.ignored.pattern})"] if names.ignored else []
+        self.ignored = re.compile("|".join((self._beside.pattern, *own)))
+
+    def is_beside(self, name: str) -> bool:
+        """Whether a tensor of theirs belongs to what sees or hears."""
+        return self._beside.match(name) is not None
+
+    def resolve(self, name: str, present: Container[str] | None = None) -> tuple[Source, dict[str, str]]:
+        """As the family's, where the checkpoint has it."""
+        if present is None:
+            return self._names.resolve(name)
+        alone = _TextAlone(self._body, present)
+        source, fields = self._names.resolve(name, alone)
+        if isinstance(source, str):
+            return alone.find(source), fields
+        return replace(source, sources=tuple(map(alone.find, source.sources))), fields
+
+
+def note_unread(names: NameMap, tensors: Iterable[str]) -> list[str]:
+    """A line for a reader on the tensors next to a text model, or none where there is no more than it."""
+    if not isinstance(names, Inside):
+        return []
+    beside = [name.removeprefix(_TOP) for name in tensors if names.is_beside(name)]
+    parts = ", ".join(dict.fromkeys(name.partition(".")[0] for name in beside))
+    return [f"text alone: {len(beside)} tensors of {parts} are not read"] if beside else []
