@@ -44,6 +44,7 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Talkie", "MHA, MLP, embeddings added behind every layer", ("talkie",)),
     ("Qwen2, Qwen2.5, Qwen3, text of Qwen2.5-VL, Qwen3-VL", "GQA, MLP", ("qwen2", "qwen3")),
     ("Qwen2-MoE, Qwen3-MoE", "GQA, MoE", ("qwen2_moe", "qwen3_moe")),
+    ("Qwen3-VL-MoE (text)", "GQA, MoE", ("qwen3_vl_moe_text",)),
     ("Qwen3-Next", "gated DeltaNet, gated GQA, MoE", ("qwen3_next",)),
     ("Qwen3.5, Qwen3.5-MoE", "the same, MLP or MoE", ("qwen3_5_text", "qwen3_5_moe_text")),
     (

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import Tensor, cat
-
-from plait.checkpoint.names import Back, Derived, NameMap, Rules
+from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
 from plait.families.common.recipes import (
     TEXT_PREFIXES,
     VISION,
-    Stored,
     at,
-    expert_rows,
     text_tensors,
     transformer,
     unused_patterns,
@@ -22,7 +18,7 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, rope
 from plait.families.config.normalize import FULL, Config, rotates
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch
-from plait.quant.weight import as_tensor
+from plait.families.moe import turn_experts
 from plait.spec.model import (
     AttentionSpec,
     BranchSpec,
@@ -71,7 +67,7 @@ def llama4(c: Config) -> tuple[ModelSpec, NameMap]:
     ]
     longest = min(c["max_position_embeddings"], c["attention_chunk_size"] or c["max_position_embeddings"])
     usual = text_tensors(transformer)
-    names = at(TEXT_PREFIXES, lambda prefix: _names(prefix, c["num_experts"], size))
+    names = at(TEXT_PREFIXES, lambda prefix: _names(prefix, c, size))
     unused = unused_patterns(c, *VISION, EYES)
     return model(c, "llama4_text", layers, max_len=longest), NameMap(names, usual, ignored=unused)
 
@@ -87,32 +83,13 @@ def _attention(c: Config, i: int) -> AttentionSpec:
     return gqa(c, FULL, rope=None, temperature=grown if c["attn_temperature_tuning"] else None)
 
 
-def _names(prefix: str, count: int, size: int) -> Rules:
+def _names(prefix: str, c: Config, size: int) -> Rules:
     theirs = f"{prefix}layers.{{i}}.feed_forward"
-    many, one = f"{theirs}.experts", f"{theirs}.experts.{{e}}"
-
-    def columns(i: int) -> Derived:
-        """gate or up of one expert of a stack [count, hidden, 2 size]."""
-
-        def pick(w: Stored, e: str, **_: str) -> Tensor:
-            one = as_tensor(expert_rows(w, int(e), count))
-            return one[:, i * size : (i + 1) * size].T.contiguous()
-
-        back = Back(at=i, of=2, stack=count, join=lambda gate, up: cat([gate, up]).T)
-        return Derived(pick, (f"{many}.gate_up_proj",), (back,))
-
-    down = Derived(
-        lambda w, e, **_: as_tensor(expert_rows(w, int(e), count)).T.contiguous(),
-        (f"{many}.down_proj",),
-        (Back(lambda w: w.T, stack=count),),
-    )
     return {
         f"{FFN}.norm": f"{prefix}layers.{{i}}.post_attention_layernorm",
         f"{FFN}.router": f"{theirs}.router",
         f"{FFN}.shared.{{x}}": f"{theirs}.shared_expert.{{x}}_proj",
-        f"{FFN}.experts.{{e}}.gate.weight": (columns(0), f"{one}.gate_proj.weight"),
-        f"{FFN}.experts.{{e}}.up.weight": (columns(1), f"{one}.up_proj.weight"),
-        f"{FFN}.experts.{{e}}.down.weight": (down, f"{one}.down_proj.weight"),
+        **turn_experts(FFN, theirs, c, size),
         f"{FFN}.{{x}}": f"{theirs}.{{x}}_proj",
     }
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from plait.checkpoint.names import NameMap, Rules
+import torch
+from torch import Tensor
+
+from plait.checkpoint.names import Back, Derived, NameMap, Rules, Source
 from plait.families.common.detection import Detection, Marker, Q
 from plait.families.common.hf_config import LOCAL, QWEN_SHARED, HfConfig, sparse_list
 from plait.families.common.recipes import (
+    Stored,
     either,
+    expert_rows,
     expert_tensors,
     mixtral_experts,
     transformer,
@@ -16,6 +21,7 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, softmax_moe
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import plain_arch
+from plait.quant.weight import as_tensor
 from plait.spec.model import BranchSpec, ModelSpec, MoeSpec, NormSpec
 
 FFN, MLP = "layers.{i}.ffn", "model.layers.{i}.mlp"
@@ -90,6 +96,55 @@ def qwen2_moe(c: Config) -> tuple[ModelSpec, NameMap]:
 def qwen3_moe(c: Config) -> tuple[ModelSpec, NameMap]:
     """Qwen3-MoE: a norm on every head of q and k; no shared expert."""
     return _sparse(c, "qwen3_moe", softmax_moe(c), norm(c), _qwen_experts(c))
+
+
+@family(
+    "Qwen3VLMoeForConditionalGeneration",
+    model_types=("qwen3_vl_moe_text", "qwen3_vl_moe"),
+    defaults={
+        "norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "rope_theta": 5e5,
+        "num_experts_per_tok": 4,
+        "use_sliding_window": False,
+    },
+)
+def qwen3_vl_moe(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Qwen3-VL-MoE (text): Qwen3-MoE with chosen weights that sum to one, and stacks with inputs first."""
+    c["norm_topk_prob"] = True
+    names = {f"{FFN}.router": f"{MLP}.gate"}
+    experts = turn_experts(FFN, MLP, c, c["moe_intermediate_size"])
+    return _sparse(c, "qwen3_vl_moe_text", softmax_moe(c), norm(c), {**names, **experts})
+
+
+def turn_experts(ours: str, theirs: str, c: Config, size: int) -> dict[str, tuple[Source, ...]]:
+    """Experts one by one, or stacked with inputs first: gate_up_proj [E, hidden, 2 size], down_proj alike.
+
+    Files that transformers wrote may have stacks with inputs last, which shapes show.
+    """
+    one, many, count = f"{theirs}.experts.{{e}}", f"{theirs}.experts", c["num_experts"]
+
+    def turned(w: Stored, e: str, n_in: int) -> Tensor:
+        matrix = as_tensor(expert_rows(w, int(e), count))
+        return matrix.T if matrix.shape[0] == n_in else matrix
+
+    def half_of(i: int) -> Derived:
+        def pick(w: Stored, e: str, **_: str) -> Tensor:
+            return turned(w, e, c["hidden_size"])[i * size : (i + 1) * size].contiguous()
+
+        back = Back(at=i, of=2, stack=count, join=lambda gate, up: torch.cat([gate, up]).T)
+        return Derived(pick, (f"{many}.gate_up_proj",), (back,))
+
+    down = Derived(
+        lambda w, e, **_: turned(w, e, size).contiguous(),
+        (f"{many}.down_proj",),
+        (Back(lambda w: w.T, stack=count),),
+    )
+    return {
+        f"{ours}.experts.{{e}}.gate.weight": (half_of(0), f"{one}.gate_proj.weight"),
+        f"{ours}.experts.{{e}}.up.weight": (half_of(1), f"{one}.up_proj.weight"),
+        f"{ours}.experts.{{e}}.down.weight": (down, f"{one}.down_proj.weight"),
+    }
 
 
 def _qwen_experts(c: Config) -> Rules:

@@ -16,6 +16,7 @@ from plait.errors import UnusedTensor
 from plait.families.common.inside import find_body, note_unread
 from tests.families import tiny
 from tests.families.parity import Memory, decoder, resolved, whole, worst
+from tests.families.tiny_latest import QWEN3_VL_MOE
 
 IDS = torch.arange(17) * 31 % 90  # below what stands for pictures and sound
 EYE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2} | {
@@ -70,6 +71,7 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "qwen3_vl_moe": ("Qwen3VLMoeConfig", QWEN3_VL_MOE),
     "voxtral": (
         "VoxtralConfig",
         {
@@ -105,13 +107,19 @@ def logits(config: dict[str, Any], stored: dict[str, Tensor]) -> Tensor:
     return whole(decoder(resolved(checkpoint, config), checkpoint), IDS)
 
 
+def turn(name: str, tensor: Tensor) -> Tensor:
+    """Stacks of experts as Qwen3-VL was published."""
+    return tensor.mT.contiguous() if ".experts." in name and tensor.ndim == 3 else tensor
+
+
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_text_is_that_of_transformers(name: str, tmp_path: Path) -> None:
     """Under the names that files have, and under those of the model in memory."""
     model, want = make(name)
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    for stored in (load_file(tmp_path / "model.safetensors"), dict(model.state_dict())):
+    files, memory = load_file(tmp_path / "model.safetensors"), dict(model.state_dict())
+    for stored in (files, memory, {key: turn(key, tensor) for key, tensor in files.items()}):
         assert find_body(stored) is not None
         assert worst(logits(config, stored), want) < 1e-4
 

@@ -53,6 +53,35 @@ DORY = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     },
 }
+QWEN3_VL_MOE = {
+    "text_config": {
+        "model_type": "qwen3_vl_moe_text",
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 3,
+        "intermediate_size": 48,
+        "max_position_embeddings": 128,
+        "head_dim": 8,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "mlp_only_layers": [1],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1]},
+        "tie_word_embeddings": False,
+    },
+    "vision_config": {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
+    },
+    "tie_word_embeddings": False,
+}
 VARIANTS: dict[str, Variant] = {
     "mistral4": Variant(
         "Mistral4Config",
@@ -166,4 +195,5 @@ VARIANTS: dict[str, Variant] = {
             "pad_token_id": None,
         },
     ),
+    "qwen3_vl_moe": Variant("Qwen3VLMoeConfig", QWEN3_VL_MOE, model="Qwen3VLMoeForConditionalGeneration"),
 }

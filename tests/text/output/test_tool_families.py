@@ -186,6 +186,7 @@ FAMILIES: dict[str, list[Form]] = {
     "Talkie": [PLAIN],
     "Qwen2, Qwen2.5, Qwen3, text of Qwen2.5-VL, Qwen3-VL": [Form(TURNS), HERMES_FORM, think(HERMES_FORM)],
     "Qwen2-MoE, Qwen3-MoE": [Form(TURNS), think(HERMES_FORM), XML_FORM],
+    "Qwen3-VL-MoE (text)": [HERMES_FORM, think(HERMES_FORM)],
     "Qwen3-Next": [HERMES_FORM, think(HERMES_FORM)],
     "Qwen3.5, Qwen3.5-MoE": [think(XML_FORM)],
     "Qwen3.8-Flash-Next (Qwen4-Exp)": [think(XML_FORM)],
