@@ -51,6 +51,16 @@ def glm4(c: Config) -> tuple[ModelSpec, NameMap]:
     return _dense(c, "glm4", norm(c))
 
 
+@family(
+    *("Glm4vForConditionalGeneration", "Glm46VForConditionalGeneration"),
+    model_types=("glm4v_text", "glm4v", "glm46v"),
+    defaults={"norm_eps": 1e-5, "hidden_act": "silu", "partial_rotary_factor": 1.0},
+)
+def glm4v(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Text of GLM-4.1V and GLM-4.6V-Flash: GLM-4 with heads of which the width follows from their number."""
+    return _dense(c, "glm4v_text", norm(c))
+
+
 def _dense(c: Config, name: str, post_norm: NormSpec | None) -> tuple[ModelSpec, NameMap]:
     each = norm(c)
     attn = gqa(c, rope=rope(c, c["head_dim"], interleaved=True))
@@ -65,8 +75,8 @@ def _dense(c: Config, name: str, post_norm: NormSpec | None) -> tuple[ModelSpec,
 
 
 @family(
-    "Glm4MoeForCausalLM",
-    model_types=("glm4_moe",),
+    *("Glm4MoeForCausalLM", "Glm4vMoeForConditionalGeneration"),
+    model_types=("glm4_moe", "glm4v_moe_text", "glm4v_moe"),
     defaults={
         "norm_eps": 1e-5,
         "hidden_act": "silu",

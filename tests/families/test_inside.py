@@ -16,7 +16,7 @@ from plait.errors import UnusedTensor
 from plait.families.common.inside import find_body, note_unread
 from tests.families import tiny
 from tests.families.parity import Memory, decoder, resolved, whole, worst
-from tests.families.tiny_latest import QWEN3_VL_MOE
+from tests.families.tiny_latest import GLM4V, GLM_EYE, GLM_ROPE, QWEN3_VL_MOE
 
 IDS = torch.arange(17) * 31 % 90  # below what stands for pictures and sound
 EYE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2} | {
@@ -26,6 +26,7 @@ EYE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_
 TEXT = {key: value for key, value in tiny.SIZES.items() if key != "tie_word_embeddings"}
 LLAMA = {"model_type": "llama", **TEXT}
 QWEN2 = {"model_type": "qwen2", **TEXT}
+WHOLE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
 # A wrapper's config and its keys.
 WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llava": (
@@ -69,6 +70,23 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
                 "num_mel_bins": 8,
                 "max_source_positions": 20,
             },
+        },
+    ),
+    "glm4v": ("Glm4vConfig", GLM4V),
+    "glm4v_whole_heads": ("Glm4vConfig", {**GLM4V, "text_config": {**GLM4V["text_config"], **WHOLE}}),
+    "glm4v_moe": (
+        "Glm4vMoeConfig",
+        {
+            "text_config": {
+                "model_type": "glm4v_moe_text",
+                **TEXT,
+                "head_dim": 8,
+                "n_routed_experts": 6,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 20,
+                "rope_parameters": GLM_ROPE,
+            },
+            "vision_config": GLM_EYE,
         },
     ),
     "qwen3_vl_moe": ("Qwen3VLMoeConfig", QWEN3_VL_MOE),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tests.families.variant import Variant
 
 MUSE = {
@@ -80,6 +82,31 @@ QWEN3_VL_MOE = {
         "num_position_embeddings": 16,
         "deepstack_visual_indexes": [0],
     },
+    "tie_word_embeddings": False,
+}
+GLM_ROPE = {
+    "rope_type": "default",
+    "rope_theta": 1e4,
+    "mrope_section": [1, 1, 0],
+    "partial_rotary_factor": 0.5,
+}
+GLM_EYE = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
+GLM4V: dict[str, Any] = {
+    "text_config": {
+        "model_type": "glm4v_text",
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 3,
+        "intermediate_size": 48,
+        "max_position_embeddings": 128,
+        "attention_bias": True,
+        "pad_token_id": None,
+        "rope_parameters": GLM_ROPE,
+        "tie_word_embeddings": False,
+    },
+    "vision_config": GLM_EYE,
     "tie_word_embeddings": False,
 }
 VARIANTS: dict[str, Variant] = {
@@ -196,4 +223,5 @@ VARIANTS: dict[str, Variant] = {
         },
     ),
     "qwen3_vl_moe": Variant("Qwen3VLMoeConfig", QWEN3_VL_MOE, model="Qwen3VLMoeForConditionalGeneration"),
+    "glm4v": Variant("Glm4vConfig", GLM4V, model="Glm4vForConditionalGeneration"),
 }

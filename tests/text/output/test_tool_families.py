@@ -313,7 +313,8 @@ FAMILIES: dict[str, list[Form]] = {
         Form(COHERE_TEMPLATE, "cohere", ACTION, "cohere", f"<|START_THINKING|>{THOUGHT}<|END_THINKING|>")
     ],
     "North Micro (text)": [Form(TURNS)],
-    "GLM-4 · GLM-4.5, 4.6, 4.7": [
+    "GLM-4.1V, 4.6V-Flash (text)": [Form(TURNS)],
+    "GLM-4 · GLM-4.5, 4.6, 4.7, text of 4.5V": [
         Form("[gMASK]<sop><|observation|>{{ tools }}", "glm4", each("{n}\n{a}", "\n")),
         think(Form(GLM_TEMPLATE, "glm", GLM45)),
         think(Form(GLM_TEMPLATE.replace("\n", ""), "glm", GLM47)),
