@@ -16,14 +16,13 @@ from plait.errors import UnusedTensor
 from plait.families.common.inside import find_body, note_unread
 from tests.families import tiny
 from tests.families.parity import Memory, decoder, resolved, whole, worst
-from tests.families.tiny_latest import GLM4V, GLM_EYE, GLM_ROPE, QWEN3_VL_MOE
+from tests.families.tiny_latest import GLM4V, GLM_EYE, GLM_ROPE, QWEN3_VL_MOE, TEXT
 
 IDS = torch.arange(17) * 31 % 90  # below what stands for pictures and sound
 EYE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2} | {
     "image_size": 8,
     "patch_size": 4,
 }
-TEXT = {key: value for key, value in tiny.SIZES.items() if key != "tie_word_embeddings"}
 LLAMA = {"model_type": "llama", **TEXT}
 QWEN2 = {"model_type": "qwen2", **TEXT}
 WHOLE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}

@@ -55,16 +55,20 @@ DORY = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     },
 }
+# The sizes of a text model inside another one.
+TEXT: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "intermediate_size": 48,
+    "max_position_embeddings": 128,
+}
 QWEN3_VL_MOE = {
     "text_config": {
         "model_type": "qwen3_vl_moe_text",
-        "vocab_size": 97,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 3,
-        "intermediate_size": 48,
-        "max_position_embeddings": 128,
+        **TEXT,
         "head_dim": 8,
         "num_experts": 6,
         "num_experts_per_tok": 2,
@@ -94,13 +98,7 @@ GLM_EYE = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 
 GLM4V: dict[str, Any] = {
     "text_config": {
         "model_type": "glm4v_text",
-        "vocab_size": 97,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 3,
-        "intermediate_size": 48,
-        "max_position_embeddings": 128,
+        **TEXT,
         "attention_bias": True,
         "pad_token_id": None,
         "rope_parameters": GLM_ROPE,
