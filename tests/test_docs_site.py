@@ -128,6 +128,11 @@ def test_commands_of_the_pages_are_there_with_their_options() -> None:
     assert [f"{name}: {line}: {why}" for name, line in shown if (why := find_fault(line))] == []
 
 
+def test_the_page_of_commands_has_every_command() -> None:
+    shown = " ".join(commands_in((DOCS / "commands.md").read_text("utf-8")))
+    assert [name for name in cli.list_commands(click.Context(cli)) if f"plait {name} " not in shown] == []
+
+
 def commands_in(text: str) -> Iterator[str]:
     """`plait …` and `python FOLDER/…` between backticks, and lines that begin with them."""
     begin = r"(?:\.venv/bin/)?((?:plait |python (?:benchmarks|tools|examples)/)"

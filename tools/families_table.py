@@ -1,6 +1,6 @@
-"""The README's tables of families and of storage formats, from what the tests run.
+"""The tables of families and of storage formats in docs/families.md, from what the tests run.
 
-`python tools/families_table.py` prints them; `--write` puts them into README.md between their markers. A
+`python tools/families_table.py` prints them; `--write` puts them into that page between their markers. A
 family without a row, or a row without a family, is an error, so that neither can be forgotten.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "families.md"
 sys.path.insert(0, str(ROOT))
 
 BERTS = (
@@ -46,7 +46,7 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Qwen2-MoE, Qwen3-MoE", "GQA, MoE", ("qwen2_moe", "qwen3_moe")),
     ("Qwen3-VL-MoE (text)", "GQA, MoE", ("qwen3_vl_moe_text",)),
     ("Qwen3-Next", "gated DeltaNet, gated GQA, MoE", ("qwen3_next",)),
-    ("Qwen3.5, Qwen3.5-MoE", "the same, MLP or MoE", ("qwen3_5_text", "qwen3_5_moe_text")),
+    ("Qwen3.5, Qwen3.5-MoE", "gated DeltaNet, gated GQA, MLP or MoE", ("qwen3_5_text", "qwen3_5_moe_text")),
     (
         "Qwen3.8-Flash-Next (Qwen4-Exp)",
         "gated DeltaNet, gated GQA over chosen blocks, MoE, n-grams, gated residual streams",
@@ -199,6 +199,8 @@ OTHER_TESTS: Mapping[str, tuple[bool, bool, bool]] = {  # Hugging Face files, GG
     "rwkv7": (True, True, True),  # test_rwkv7
     "chameleon": (True, True, False),  # test_chameleon
     "MambaLMHeadModel": (True, False, False),  # test_published
+    "nemotron-nas": (True, True, False),  # test_nemotron_nas
+    "maincoder": (True, True, False),  # gguf/published, gguf/test_recorded
     "oxidizr": (True, False, True),  # test_oxidizr
     **dict.fromkeys(  # test_older, test_layouts, gguf/test_recorded
         (
@@ -221,6 +223,16 @@ METHODS: tuple[tuple[str, str], ...] = (
 )
 
 
+# The sections of the page, and what of a row's layers puts it there; the last one has what is left.
+RECURRENT = ("Mamba", "delta", "Delta", "lightning", "RG-LRU", "WKV", "mLSTM", "convolution", "JetBlock")
+GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("Recurrent models and hybrids", RECURRENT),
+    ("Latent attention", ("MLA",)),
+    ("Mixtures of experts", ("MoE",)),
+    ("Transformers", ("",)),
+)
+
+
 def family_lines() -> Iterator[str]:
     """The table of families. Raises SystemExit if a family has no row, or a row names none."""
     from plait.families.common.registry import families_by_name
@@ -229,12 +241,24 @@ def family_lines() -> Iterator[str]:
     listed = {name for _, _, names in ROWS for name in names}
     if every != listed:
         raise SystemExit(f"families without a row, or rows without a family: {sorted(every ^ listed)}")
-    hugging, files, bare = _tested()
-    yield "| family | layers | Hugging Face | GGUF | names only |"
-    yield "|---|---|:---:|:---:|:---:|"
-    for title, layers, names in ROWS:
-        signs = (_sign(names, found) for found in (hugging, files, bare))
-        yield f"| {title} | {layers} | {' | '.join(signs)} |"
+    tested = _tested()
+    titles = (title for title, _ in GROUPS)
+    for group, rows in zip(titles, _grouped(), strict=True):
+        yield from (f"## {group}", "", "| family | layers | Hugging Face | GGUF | names only |")
+        yield "|---|---|:---:|:---:|:---:|"
+        for title, layers, names in rows:
+            signs = (_sign(names, found) for found in tested)
+            yield f"| {title} | {layers} | {' | '.join(signs)} |"
+        yield ""
+
+
+def _grouped() -> list[list[tuple[str, str, tuple[str, ...]]]]:
+    """The rows of each group, by title. A row is in the first group with a word of its layers."""
+    groups: list[list[tuple[str, str, tuple[str, ...]]]] = [[] for _ in GROUPS]
+    for row in sorted(ROWS, key=lambda row: row[0].casefold()):
+        of = next(i for i, (_, words) in enumerate(GROUPS) if any(word in row[1] for word in words))
+        groups[of].append(row)
+    return groups
 
 
 def _tested() -> tuple[set[str], set[str], set[str]]:
@@ -331,21 +355,21 @@ def _all(found: set[str], names: tuple[str, ...]) -> str:
 
 
 def updated(text: str) -> str:
-    """README.md with both tables as they are now. Raises SystemExit without the markers."""
+    """The page with both tables as they are now. Raises SystemExit without the markers."""
     for name, lines in (("families", family_lines()), ("formats", format_lines())):
-        block = f"<!-- {name} -->\n" + "\n".join(lines) + f"\n<!-- /{name} -->"
+        block = f"<!-- {name} -->\n" + "\n".join(lines).rstrip() + f"\n<!-- /{name} -->"
         text, count = re.subn(
             rf"<!-- {name} -->.*?<!-- /{name} -->", lambda _, b=block: b, text, flags=re.DOTALL
         )
         if count != 1:
-            raise SystemExit(f"README.md has {count} places for the table of {name}, expected 1")
+            raise SystemExit(f"{PAGE.name} has {count} places for the table of {name}, expected 1")
     return text
 
 
 def main() -> None:
-    text = README.read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
     if "--write" in sys.argv[1:]:
-        README.write_text(updated(text), encoding="utf-8")
+        PAGE.write_text(updated(text), encoding="utf-8")
     else:
         print("\n".join([*family_lines(), "", *format_lines()]))
 
