@@ -8,7 +8,7 @@
   and the names of tests;
 * in MEASURED nine sentences in ten have at most WORDS words;
 * in DOCS a path in backticks, and the target of a relative link, exists;
-* in ARCHITECTURE the classes in backticks exist, and its reading path has fewer than READING lines.
+* in CLASSES_IN the classes in backticks exist, and ARCHITECTURE's reading path has fewer than READING lines.
 
 `--table` also prints the sentences of every file, `--long` those that are too long. Files and folders as
 arguments are held to the words instead of CHECKED: `python tools/check_words.py plait/engine`.
@@ -46,6 +46,7 @@ FEW_WORDS, LONGEST_TEXT = 4, 600  # shorter strings are names; longer ones are s
 MADE_UP = ("l2_norm", "softsign", "utils.py", "FILE_side.py", "FILE.py")
 OUTPUT = ("build", "dist", "site")  # what programs write: there or not, it is no file of ours
 ARCHITECTURE, READING = "docs/ARCHITECTURE.md", 2000
+CLASSES_IN = (ARCHITECTURE, "docs/cpu-step.md", "docs/gpu-step.md")
 GLOSSARY = "docs/glossary.md"  # it has to name the words that it replaces
 
 _PREPOSITION = r"in|at|behind|beside|below|above|on|around|before|where|as"
@@ -341,15 +342,16 @@ def missing_paths(root: Path = ROOT) -> list[str]:
 
 
 def unknown_classes(root: Path = ROOT) -> list[str]:
-    """Names in backticks of ARCHITECTURE that look like a class, or its member, and are none of ours."""
+    """Names in backticks of CLASSES_IN that look like a class, or its member, and are none of ours."""
     source = "\n".join(path.read_text(encoding="utf-8") for path in sorted((root / "plait").rglob("*.py")))
     found = []
-    for number, line in _fenced((root / ARCHITECTURE).read_text(encoding="utf-8").split("\n")):
-        for name, member in re.findall(r"`([A-Z][a-z]+\w*)(?:\.([a-z_]\w*))?`", line):
-            if not re.search(rf"\bclass {name}\b", source):
-                found.append(f"{ARCHITECTURE}:{number}: there is no class {name}")
-            elif member and not re.search(rf"\b{member}\b", source):
-                found.append(f"{ARCHITECTURE}:{number}: {name} has no {member}")
+    for page in CLASSES_IN:
+        for number, line in _fenced((root / page).read_text(encoding="utf-8").split("\n")):
+            for name, member in re.findall(r"`([A-Z][a-z]+\w*)(?:\.([a-z_]\w*))?`", line):
+                if not re.search(rf"\bclass {name}\b", source):
+                    found.append(f"{page}:{number}: there is no class {name}")
+                elif member and not re.search(rf"\b{member}\b", source):
+                    found.append(f"{page}:{number}: {name} has no {member}")
     return found
 
 
