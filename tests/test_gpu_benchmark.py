@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +21,7 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 
 from plait.ops.chip import EXAMPLES
 from plait.ops.registry import REGISTRY, Op, Variant, op
+from tools.compile_kernels import Compiled
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
@@ -266,3 +268,11 @@ def test_ranks_are_compared_with_one_rank_on_a_cpu_too(part: Any, tmp_path: Path
     assert all(row["ok"] is True for row in rows.values())
     alone, both = rows["1 rank", speed], rows["2 ranks", speed]
     assert both["share_of_ideal"] == pytest.approx(both["tokens_s"] / alone["tokens_s"] / 2)
+
+
+def test_a_form_that_only_spills_is_not_wrong(part: Callable[[str], ModuleType]) -> None:
+    judge = part("gpu_phases.machine").judge_build
+    spills = Compiled("f", 90, spills=8, faults=("spills: 8",), costs=("spills: 8",))
+    assert judge(spills) == {"ok": True, "us": 0.0, "note": "spills: 8"}
+    early = replace(spills, faults=("spills: 8", "it does not wait"))
+    assert judge(early) == {"ok": False, "us": 0.0, "note": "spills: 8; it does not wait"}

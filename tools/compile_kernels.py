@@ -77,6 +77,7 @@ class Compiled:
     instructions: dict[str, int] = field(default_factory=dict)
     warps_of_rows: int = 1  # that the rows of its products are divided among
     faults: tuple[str, ...] = ()
+    costs: tuple[str, ...] = ()  # the faults that cost time alone: results are right
 
 
 def load_forms() -> list[tuple[str, KernelForm]]:
@@ -139,25 +140,30 @@ def measure_form(form: KernelForm, target: int) -> Compiled:
     )
     faults = judge(form, made_of) + (find_early(code) if is_dependent(form, target) else [])
     faults += [f"32 bits may not hold an address: {place}" for place in find_narrow(made.asm["ttir"])]
-    return replace(made_of, faults=tuple(faults))
+    return replace(made_of, faults=tuple(faults), costs=tuple(find_costs(form, made_of)))
+
+
+def find_costs(form: KernelForm, made: Compiled) -> list[str]:
+    """What makes the machine code of a form slower than it is to be."""
+    costs = [f"spills: {made.spills}"] if made.spills else []
+    if made.registers > form.max_registers:
+        costs.append(f"registers: {made.registers}, at most {form.max_registers}")
+    for wanted in form.demands:
+        if wanted and not any(made.instructions.get(name) for name in wanted):
+            costs.append(f"it has no {' or '.join(wanted)}")
+    if made.per_weight > form.max_per_weight:
+        costs.append(f"{made.per_weight:.2f} instructions for each weight, at most {form.max_per_weight:g}")
+    return costs
 
 
 def judge(form: KernelForm, made: Compiled) -> list[str]:
-    """What is wrong with the machine code of a form."""
-    target, spills, shared, registers = made.target, made.spills, made.shared, made.registers
-    faults = [f"spills: {spills}"] if spills else []
-    most = min(SHARED_KIB.get(one, LEAST_SHARED_KIB) for one in (target, *LIKE.get(target, ())))
+    """What is wrong with the machine code of a form, or slow."""
+    faults, shared = find_costs(form, made), made.shared
+    most = min(SHARED_KIB.get(one, LEAST_SHARED_KIB) for one in (made.target, *LIKE.get(made.target, ())))
     if shared > most << 10:
         faults.append(f"shared memory: {shared} bytes, a block has {most} KiB")
-    if registers > form.max_registers:
-        faults.append(f"registers: {registers}, at most {form.max_registers}")
-    for wanted in form.demands:
-        if wanted and not any(made.instructions.get(name) for name in wanted):
-            faults.append(f"it has no {' or '.join(wanted)}")
     if form.shares_rows and made.warps_of_rows > 1:
         faults.append(f"rows are divided among {made.warps_of_rows} warps: sums have the order of this tile")
-    if made.per_weight > form.max_per_weight:
-        faults.append(f"{made.per_weight:.2f} instructions for each weight, at most {form.max_per_weight:g}")
     return faults
 
 
