@@ -120,17 +120,17 @@ def model_facts(model: str, config: EngineConfig, probe_text: str | None = None)
 
 
 def checkpoint_facts(opened: Opened) -> Facts:
-    checkpoint = opened.checkpoint
+    checkpoint, tensors = opened.checkpoint, opened.tensors
     formats: Counter[str] = Counter()
-    for name in checkpoint.names():
+    for name in tensors:
         formats[checkpoint.format_of(name)] += checkpoint.nbytes(name)
     return {
         "kind": opened.files.kind,
         "files": [str(path) for path in opened.files.weights],
         "nbytes": opened.nbytes,
         "formats": dict(formats.most_common()),
-        "tensors": sum(1 for _ in checkpoint.names()),
-        "parameters": sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names()),
+        "tensors": len(tensors),
+        "parameters": sum(math.prod(checkpoint.shape(name)) for name in tensors),
     }
 
 

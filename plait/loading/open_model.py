@@ -23,6 +23,7 @@ from plait.checkpoint.readers.safetensors import SafetensorsFiles
 from plait.checkpoint.weights import Target, Weights
 from plait.config import EngineConfig
 from plait.errors import BadFile, PlaitError
+from plait.families.common.inside import leave_out_beside
 from plait.families.common.resolved import Resolved
 from plait.families.config.normalize import IncompleteConfig
 from plait.families.resolve import SET, resolve
@@ -68,9 +69,14 @@ class Opened:
         return None if self.metadata and "tokenizer.ggml.model" in self.metadata else self.files.directory
 
     @property
+    def tensors(self) -> list[str]:
+        """Names of its tensors, without those of what sees or hears next to a text model."""
+        return leave_out_beside(self.resolved.names, self.checkpoint.names())
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of all tensors as they are stored."""
-        return sum(self.checkpoint.nbytes(name) for name in self.checkpoint.names())
+        """Bytes of its tensors as they are stored."""
+        return sum(self.checkpoint.nbytes(name) for name in self.tensors)
 
     def whole_source(self) -> TextSource:
         """Where its tokenizer and template come from, and its head if that is not for words."""
@@ -208,8 +214,8 @@ def release_pages(opened: Opened, report: Progress, num_ranks: int = 1) -> Calla
 
 
 def stored_dtypes(opened: Opened) -> list[str]:
-    """The format of every tensor of the checkpoint."""
-    return [opened.checkpoint.format_of(name) for name in opened.checkpoint.names()]
+    """The format of each of its tensors."""
+    return [opened.checkpoint.format_of(name) for name in opened.tensors]
 
 
 def weight_formats(opened: Opened) -> set[str]:
@@ -220,7 +226,7 @@ def weight_formats(opened: Opened) -> set[str]:
 def linear_dtypes(opened: Opened) -> list[str]:
     """The formats of its matrices: what a GPU computes with. Norms and biases say nothing about it."""
     checkpoint = opened.checkpoint
-    return [checkpoint.format_of(n) for n in checkpoint.names() if len(checkpoint.shape(n)) > 1]
+    return [checkpoint.format_of(n) for n in opened.tensors if len(checkpoint.shape(n)) > 1]
 
 
 def kv_dtype(config: EngineConfig, stored: Sequence[str], dtype: torch.dtype) -> str:

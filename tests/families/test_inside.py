@@ -12,8 +12,11 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
+from plait.cli.info import checkpoint_facts
+from plait.config import EngineConfig
 from plait.errors import UnusedTensor
 from plait.families.common.inside import find_body, note_unread
+from plait.loading.open_model import linear_dtypes, open_model, stored_dtypes
 from tests.families import tiny
 from tests.families.parity import Memory, decoder, resolved, whole, worst
 from tests.families.tiny_latest import GLM4V, GLM_EYE, GLM_ROPE, QWEN3_VL_MOE, TEXT
@@ -161,3 +164,15 @@ def test_a_note_names_what_is_not_read() -> None:
     assert note == f"text alone: {count} tensors of vision_tower, multi_modal_projector are not read"
     text = {name.replace("language_model.", ""): tensor for name, tensor in stored.items()}
     assert note_unread(resolved(Memory(text), config).names, text) == []
+
+
+def test_sizes_are_those_of_the_text_model(tmp_path: Path) -> None:
+    model, _ = make("llava")
+    model.model.vision_tower.to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    opened = open_model(str(tmp_path), EngineConfig())
+    text = sum(p.numel() for n, p in model.named_parameters() if "language_model" in n or "lm_head" in n)
+    facts = checkpoint_facts(opened)
+    assert facts["parameters"] == text < sum(p.numel() for p in model.parameters())
+    assert (facts["nbytes"], facts["tensors"]) == (4 * text, len(opened.tensors))
+    assert {*stored_dtypes(opened), *linear_dtypes(opened)} == {"float32"}

@@ -60,6 +60,11 @@ class Inside(NameMap):
         return replace(source, sources=tuple(map(alone.find, source.sources))), fields
 
 
+def leave_out_beside(names: NameMap, tensors: Iterable[str]) -> list[str]:
+    """The tensors without those next to a text model: a model alone has all of them."""
+    return [name for name in tensors if not (isinstance(names, Inside) and names.is_beside(name))]
+
+
 def note_unread(names: NameMap, tensors: Iterable[str]) -> list[str]:
     """A line for a reader on the tensors next to a text model, or none where there is no more than it."""
     if not isinstance(names, Inside):
