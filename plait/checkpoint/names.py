@@ -82,15 +82,22 @@ class UnknownName(KeyError):
 
 
 class NameMap:
-    """Our name -> theirs. `ignored`: regular expressions of their tensors that may stay unused."""
+    """Our name -> theirs. `ignored`: regular expressions of their tensors that may stay unused.
 
-    def __init__(self, *rules: Rules, ignored: tuple[str, ...] = ()) -> None:
+    `beside`: of those that may, too, because they see or hear and the model is one of text.
+    """
+
+    def __init__(self, *rules: Rules, ignored: tuple[str, ...] = (), beside: tuple[str, ...] = ()) -> None:
         self._rules = [
             (_compile(pattern), target if isinstance(target, tuple) else (target,))
             for table in rules
             for pattern, target in table.items()
         ]
-        self.ignored = re.compile("|".join(f"(?:{p})" for p in ignored)) if ignored else None
+        self.ignored, self.beside = _join((*ignored, *beside)), _join(beside)
+
+    def is_beside(self, name: str) -> bool:
+        """Whether a tensor of theirs belongs to what sees or hears."""
+        return self.beside is not None and self.beside.search(name) is not None
 
     def resolve(self, name: str, present: Container[str] | None = None) -> tuple[Source, dict[str, str]]:
         """(their name or the recipe, the fields of the pattern). Raises UnknownName.
@@ -107,6 +114,10 @@ class NameMap:
                 there = (s for s in ways if present is not None and _is_there(s, present))
                 return next(there, sources[0]), found
         raise UnknownName(name)
+
+
+def _join(patterns: tuple[str, ...]) -> re.Pattern[str] | None:
+    return re.compile("|".join(f"(?:{p})" for p in patterns)) if patterns else None
 
 
 def _fill(target: Source, fields: dict[str, str], rest: str) -> Source:

@@ -18,6 +18,7 @@ from plait.spec.model import BranchSpec, MlpSpec, ModelSpec, NormSpec
 
 NO_RULES: Rules = {}
 WINDOWS = {"use_sliding_window": False, "window_layers": "last", "max_window_layers": 28}
+QWEN = {"norm_eps": 1e-6, "hidden_act": "silu", **WINDOWS}
 # vocabulary size -> (rope theta, longest sequence) of the Llama class that was trained with it
 LLAMA_VOCABULARIES: Mapping[int, tuple[float, int]] = {
     32000: (1e4, 4096),
@@ -80,10 +81,20 @@ def mistral(c: Config) -> tuple[ModelSpec, NameMap]:
 
 
 @family(
-    *("Qwen2ForCausalLM", "Qwen2_5_VLForConditionalGeneration", "Qwen2VLForConditionalGeneration"),
-    "GotOcr2ForConditionalGeneration",
-    model_types=("qwen2", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_vl", "qwen2_vl_text", "got_ocr2"),
-    defaults={"norm_eps": 1e-6, "hidden_act": "silu", **WINDOWS},
+    *("Qwen2_5OmniForConditionalGeneration", "Qwen2_5OmniThinkerForConditionalGeneration"),
+    *("Qwen2_5OmniModel", "Qwen2_5_VLForConditionalGeneration", "Qwen2VLForConditionalGeneration"),
+    model_types=(
+        *("qwen2_vl_text", "qwen2_vl", "qwen2_5_vl_text", "qwen2_5_vl"),
+        *("qwen2_5_omni_text", "qwen2_5_omni_thinker", "qwen2_5_omni"),
+    ),
+    defaults={**QWEN, "rope_theta": 1e6},
+    honours=("sliding_window",),
+    hf=HfConfig(lists_layers=True),
+)
+@family(
+    *("Qwen2ForCausalLM", "GotOcr2ForConditionalGeneration"),
+    model_types=("qwen2", "got_ocr2"),
+    defaults=QWEN,
     honours=("sliding_window",),
     detection=Detection(
         markers=(Marker((Q, "self_attn.q_proj.bias", SECOND_NORM), ("self_attn.o_proj.bias",), order=450),),
@@ -92,14 +103,21 @@ def mistral(c: Config) -> tuple[ModelSpec, NameMap]:
     hf=HfConfig(lists_layers=True),
 )
 def qwen2(c: Config) -> tuple[ModelSpec, NameMap]:
-    """Qwen2, 2.5: Llama with biases on q, k and v, which the checkpoint shows."""
+    """Qwen2, 2.5: Llama with biases on q, k and v, which the checkpoint shows. Text of Qwen2-VL, 2.5-Omni."""
     return dense(c, "qwen2")
 
 
 @family(
-    *("Qwen3ForCausalLM", "Qwen3VLForConditionalGeneration"),
-    model_types=("qwen3", "qwen3_vl", "qwen3_vl_text"),
-    defaults={"norm_eps": 1e-6, "hidden_act": "silu", "head_dim": 128, **WINDOWS},
+    "Qwen3VLForConditionalGeneration",
+    model_types=("qwen3_vl_text", "qwen3_vl"),
+    defaults={**QWEN, "head_dim": 128, "rope_theta": 5e5},
+    honours=("sliding_window",),
+    hf=HfConfig(lists_layers=True),
+)
+@family(
+    "Qwen3ForCausalLM",
+    model_types=("qwen3",),
+    defaults={**QWEN, "head_dim": 128},
     honours=("sliding_window",),
     detection=Detection(
         markers=(Marker((Q, "self_attn.q_norm.weight", SECOND_NORM), order=440),),
@@ -120,11 +138,13 @@ def dense(
     ffn: MlpSpec | None = None,
     interleaved: bool = False,
     names: Rules = NO_RULES,
+    beside: tuple[str, ...] = VISION,
     **changes: object,
 ) -> tuple[ModelSpec, NameMap]:
     """A dense transformer in Llama's names. `each`: its norms; `names`: of tensors with other ones.
 
-    `changes` are fields of the attention that differ from the usual.
+    `beside`: patterns of tensors that see or hear. `changes` are fields of the attention that differ from
+    the usual.
     """
     each, feed = each or norm(c), ffn or mlp(c)
 
@@ -135,7 +155,7 @@ def dense(
 
     usual = text_tensors(transformer)
     spec = model(c, name, map(layer, c["layer_types"]), norm=each)
-    return spec, NameMap(names, usual, ignored=unused_patterns(c, *VISION))
+    return spec, NameMap(names, usual, ignored=unused_patterns(c), beside=beside)
 
 
 plain_arch("llama", "LlamaForCausalLM", rope_interleave=True)

@@ -9,6 +9,7 @@ from plait.checkpoint.names import Back, Derived, NameMap, Rules, Source
 from plait.families.common.detection import Detection, Marker, Q
 from plait.families.common.hf_config import LOCAL, QWEN_SHARED, HfConfig, sparse_list
 from plait.families.common.recipes import (
+    VISION,
     Stored,
     either,
     expert_rows,
@@ -18,7 +19,7 @@ from plait.families.common.recipes import (
     unused_patterns,
 )
 from plait.families.common.registry import family
-from plait.families.common.spec_builders import gqa, mlp, model, norm, softmax_moe
+from plait.families.common.spec_builders import gqa, mlp, model, norm, require, softmax_moe
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import plain_arch
 from plait.quant.weight import as_tensor
@@ -117,6 +118,25 @@ def qwen3_vl_moe(c: Config) -> tuple[ModelSpec, NameMap]:
     return _sparse(c, "qwen3_vl_moe_text", softmax_moe(c), norm(c), {**names, **experts})
 
 
+@family(
+    *("Qwen3OmniMoeForConditionalGeneration", "Qwen3OmniMoeThinkerForConditionalGeneration"),
+    model_types=("qwen3_omni_moe_text", "qwen3_omni_moe_thinker", "qwen3_omni_moe"),
+    defaults={
+        "norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "rope_theta": 1e6,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 8,
+        "use_sliding_window": False,
+    },
+    honours=("use_qk_norm",),
+)
+def qwen3_omni_moe(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Qwen3-Omni's thinker (text): Qwen3-MoE. What talks reads its states, and is not read."""
+    require(c, "Qwen3-Omni", use_qk_norm=(True,))
+    return _sparse(c, "qwen3_omni_moe_text", softmax_moe(c), norm(c), _qwen_experts(c), VISION)
+
+
 def turn_experts(ours: str, theirs: str, c: Config, size: int) -> dict[str, tuple[Source, ...]]:
     """Experts one by one, or stacked with inputs first: gate_up_proj [E, hidden, 2 size], down_proj alike.
 
@@ -152,7 +172,12 @@ def _qwen_experts(c: Config) -> Rules:
 
 
 def _sparse(
-    c: Config, name: str, moe: MoeSpec, qk_norm: NormSpec | None, names: Rules
+    c: Config,
+    name: str,
+    moe: MoeSpec,
+    qk_norm: NormSpec | None,
+    names: Rules,
+    beside: tuple[str, ...] = (),
 ) -> tuple[ModelSpec, NameMap]:
     ffn = {"sparse": BranchSpec("ffn", moe, norm(c))}
     if "dense" in c["mlp_layer_types"]:
@@ -161,7 +186,7 @@ def _sparse(
         (BranchSpec("attn", gqa(c, kind, qk_norm=qk_norm), norm(c)), ffn[sort])
         for kind, sort in zip(c["layer_types"], c["mlp_layer_types"], strict=True)
     ]
-    return model(c, name, layers), NameMap(names, transformer(), ignored=unused_patterns(c))
+    return model(c, name, layers), NameMap(names, transformer(), ignored=unused_patterns(c), beside=beside)
 
 
 plain_arch("qwen2moe", "Qwen2MoeForCausalLM", norm_topk_prob=False)

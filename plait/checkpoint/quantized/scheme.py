@@ -20,7 +20,7 @@ from plait.errors import BadFile, UnsupportedFormat, clip_text
 
 BESIDE = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 _KEYS = ("quantization_config", "compression_config")
-_NESTS = ("text_config", "llm_config", "language_config")
+_NESTS = ("text_config", "llm_config", "language_config", "thinker_config")
 _FORMATS = (
     *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense"),
     *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"),

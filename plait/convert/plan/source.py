@@ -48,7 +48,7 @@ class RecordingNameMap(NameMap):
 
     def __init__(self, names: NameMap) -> None:
         super().__init__()
-        self._names, self.ignored = names, names.ignored
+        self._names, self.ignored, self.beside = names, names.ignored, names.beside
         self.found: dict[str, tuple[Source, dict[str, str]]] = {}
 
     def resolve(self, name: str, present: Container[str] | None = None) -> tuple[Source, dict[str, str]]:

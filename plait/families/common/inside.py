@@ -9,9 +9,14 @@ from dataclasses import replace
 from plait.checkpoint.names import NameMap, Source
 
 # What the names of a text model begin with there; the first that a checkpoint has.
-BODIES = ("model.language_model.", "language_model.", "model.text_model.", "text_model.")
+BODIES = (
+    *("model.language_model.", "language_model.", "model.text_model.", "text_model."),
+    *("thinker.model.language_model.", "thinker.model."),
+)
+THINKER = "thinker."  # what writes text, next to what talks
 _HEADS = ("lm_head", "score", "classifier")  # next to the body, of the whole model
 _TOP = "model."  # where a text model alone has its layers
+_IN_LAYER = re.compile(r"^(?:model\.)?(?:language_model\.)?layers\.\d+\.(\w+\.\w+)")
 
 
 def find_body(names: Iterable[str]) -> str | None:
@@ -31,7 +36,9 @@ class _TextAlone:
 
     def find(self, name: str) -> str:
         """Theirs, of a name as a text model alone has it."""
-        ways = (f"{self._body}{name}", f"{self._body}{name.removeprefix(_TOP)}")
+        ways = [f"{self._body}{name}", f"{self._body}{name.removeprefix(_TOP)}"]
+        if self._body.startswith(THINKER):
+            ways.append(f"{THINKER}{name}")  # its head
         return next((way for way in ways if way in self._present), name)
 
 
@@ -40,14 +47,9 @@ class Inside(NameMap):
 
     def __init__(self, names: NameMap, body: str) -> None:
         self._names, self._body = names, body
-        kept = "|".join((re.escape(body), *(rf"{head}\b" for head in _HEADS)))
-        self._beside = re.compile(rf"^(?!{kept})")
-        own = [f"(?:{names.ignored.pattern})"] if names.ignored else []
-        self.ignored = re.compile("|".join((self._beside.pattern, *own)))
-
-    def is_beside(self, name: str) -> bool:
-        """Whether a tensor of theirs belongs to what sees or hears."""
-        return self._beside.match(name) is not None
+        kept = "|".join((re.escape(body), *(rf"(?:{re.escape(THINKER)})?{head}\b" for head in _HEADS)))
+        others = rf"^(?!{kept})"
+        self.beside, self.ignored = _add(others, names.beside), _add(others, names.ignored)
 
     def resolve(self, name: str, present: Container[str] | None = None) -> tuple[Source, dict[str, str]]:
         """As the family's, where the checkpoint has it."""
@@ -60,15 +62,24 @@ class Inside(NameMap):
         return replace(source, sources=tuple(map(alone.find, source.sources))), fields
 
 
+def _add(pattern: str, own: re.Pattern[str] | None) -> re.Pattern[str]:
+    return re.compile(f"{pattern}|(?:{own.pattern})" if own else pattern)
+
+
 def leave_out_beside(names: NameMap, tensors: Iterable[str]) -> list[str]:
     """The tensors without those next to a text model: a model alone has all of them."""
-    return [name for name in tensors if not (isinstance(names, Inside) and names.is_beside(name))]
+    return [name for name in tensors if not names.is_beside(name)]
 
 
 def note_unread(names: NameMap, tensors: Iterable[str]) -> list[str]:
     """A line for a reader on the tensors next to a text model, or none where there is no more than it."""
-    if not isinstance(names, Inside):
-        return []
-    beside = [name.removeprefix(_TOP) for name in tensors if names.is_beside(name)]
-    parts = ", ".join(dict.fromkeys(name.partition(".")[0] for name in beside))
+    beside = [name for name in tensors if names.is_beside(name)]
+    parts = ", ".join(dict.fromkeys(map(_part_of, beside)))
     return [f"text alone: {len(beside)} tensors of {parts} are not read"] if beside else []
+
+
+def _part_of(name: str) -> str:
+    """The part of a model that a tensor belongs to; of a layer, what has it."""
+    if match := _IN_LAYER.search(name):
+        return match[1]
+    return name.removeprefix(THINKER).removeprefix(_TOP).partition(".")[0]

@@ -16,7 +16,7 @@ Stored = Tensor | Weight
 # Text tensors of a model alone, and inside the wrappers that also see images (old and new names).
 TEXT_PREFIXES = ("model.", "language_model.model.", "model.language_model.")
 _NORMS = re.compile(r"(^|\.)(norm|post_norm|q_norm|k_norm)\.weight$")  # ours, around branches, of q and k
-VISION = (r"^(model\.)?(vision_tower|visual|multi_modal_projector)\.",)
+VISION = (r"^(model\.)?(vision_tower|visual|audio_tower|multi_modal_projector)\.",)
 
 
 def scale_tensor(factor: float | Tensor, source: str) -> Derived:
@@ -87,7 +87,8 @@ class Shifted(NameMap):
     """A family's names where every norm around a branch is stored around another number than the family's."""
 
     def __init__(self, names: NameMap, by: float) -> None:
-        self._names, self._by, self.ignored = names, by, names.ignored
+        self._names, self._by = names, by
+        self.ignored, self.beside = names.ignored, names.beside
 
     def resolve(self, name: str, present: Container[str] | None = None) -> tuple[Source, dict[str, str]]:
         """As the family's, the norms' numbers moved."""

@@ -18,7 +18,15 @@ from plait.errors import UnsupportedModel
 from plait.families.config.aliases import ALIASES
 from plait.families.config.gguf_keys import name_missing
 from plait.families.config.neutral import NEUTRAL
-from plait.families.config.words import ACTIVATIONS, OWN_ACTIVATIONS, ROPE_KEYS, ROPE_KINDS, ROPE_NEEDS
+from plait.families.config.words import (
+    ACTIVATIONS,
+    OWN_ACTIVATIONS,
+    ROPE_KEYS,
+    ROPE_KINDS,
+    ROPE_NEEDS,
+    SECTION_KEYS,
+    SECTIONS,
+)
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -51,9 +59,10 @@ ROPE_WORDS = {**LAYER_WORDS, "main": SLIDING, "compress": FULL}
 MLP_WORDS = {"dense": "dense", "sparse": "sparse", "moe": "sparse", "hash_moe": "sparse"}
 WINDOW_LETTERS = {"L": SLIDING, "G": FULL}  # local, global
 PATTERN_LETTERS = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}  # Nemotron-H
-# Phi 3 as first published; sections for images; Sarvam.
-OLD_ROPE_KINDS = {"su": "longrope", "mrope": "default", "deepseek_yarn": "yarn"}
-NESTS = ("text_config", "llm_config", "language_config")
+# Phi 3 as first published; sections for images (the second Hunyuan's, next to its alpha); Sarvam.
+OLD_ROPE_KINDS = {"su": "longrope", "mrope": "default", "xdrope": "dynamic", "deepseek_yarn": "yarn"}
+# What writes in a model that also talks may see and hear, too: its text model comes behind it.
+NESTS = ("thinker_config", "text_config", "llm_config", "language_config")
 
 
 class IncompleteConfig(UnsupportedModel):
@@ -247,11 +256,10 @@ def _is_unrotated(flat: Mapping[str, Any]) -> bool:
 
 
 def _rope_kind(c: Config, given: Mapping[str, Any]) -> dict[str, Any]:
-    if unknown := sorted(set(given) - ROPE_KEYS):
-        raise UnsupportedModel(
-            f"rope parameters {unknown} are not known; known: {', '.join(sorted(ROPE_KEYS))}"
-        )
-    p = {k: v for k, v in given.items() if v is not None and k != "type" and not k.startswith("mrope")}
+    known = ROPE_KEYS | SECTION_KEYS if any(key in given for key in SECTIONS) else ROPE_KEYS
+    if unknown := sorted(set(given) - known):
+        raise UnsupportedModel(f"rope parameters {unknown} are not known; known: {', '.join(sorted(known))}")
+    p = {k: v for k, v in given.items() if v is not None and k != "type" and k not in SECTION_KEYS}
     kind = given.get("rope_type") or given.get("type") or "default"
     if kind == "yarn" and "short_factor" in given:
         kind = "longrope"

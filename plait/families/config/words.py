@@ -23,19 +23,14 @@ OWN_ACTIVATIONS: Mapping[str, Mapping[str, str]] = {
     "swiglu": {"swiglu": "silu"},  # Jais, of which the gate is a word of its activation
 }
 ROPE_KINDS = ("default", "divisors", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
+SECTIONS = ("mrope_section", "xdrope_section")  # are for images: text turns them alike
 ROPE_KEYS = {
     *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "attention_factor", "truncate"),
     *("original_max_position_embeddings", "max_position_embeddings", "beta_fast", "beta_slow", "mscale"),
     *("mscale_all_dim", "low_freq_factor", "high_freq_factor", "long_factor", "short_factor", "divisors"),
-    *(
-        "alpha",
-        "short_mscale",
-        "long_mscale",
-        "finetuned",
-        "mrope_section",
-        "mrope_interleaved",
-    ),  # sections are for images: text turns them alike
+    *("alpha", "short_mscale", "long_mscale", "finetuned", "mrope_interleaved", *SECTIONS),
 }
+SECTION_KEYS = {*SECTIONS, "mrope_interleaved", "interleaved"}  # the last is known next to sections alone
 # What a kind of scaling cannot do without.
 ROPE_NEEDS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("linear", "dynamic", "yarn"), ("factor",)),

@@ -6,7 +6,7 @@ Nothing here decides anything for the engine. What cannot be read here is not kn
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from plait.text.output.formats import tool_format
 from plait.text.output.reasoning import reasoning_format
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
-_NESTED = ("text_config", "llm_config", "language_config")
+_NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 BASE_NBYTES = 256 << 20  # of an engine's process, its step and the first sequences
 SHARE = 1.1  # of weights, packed: see docs/quantized.md
 
@@ -87,13 +87,20 @@ def _template(files: ModelFiles, metadata: Mapping[str, object] | None, engine: 
 
 
 def _length(config: Mapping[str, object], engine: EngineConfig) -> int | None:
-    nested = (config.get(name) for name in _NESTED)
-    for part in (config, *(one for one in nested if isinstance(one, dict))):
+    for part in _parts(config):
         for name in _LENGTHS:
             value = part.get(name)
             if type(value) is int and value > 0:
                 return min(value, engine.max_model_len or value)
     return engine.max_model_len
+
+
+def _parts(config: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
+    """A config, and those of text models in it."""
+    yield config
+    for name in _NESTED:
+        if isinstance(inner := config.get(name), dict):
+            yield from _parts(inner)
 
 
 def _abilities(template: str, tools: str | None, reasoning: str | None) -> Sequence[str]:

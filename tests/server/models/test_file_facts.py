@@ -31,6 +31,7 @@ def folder(path: Path, config: Any, template: str | None = None) -> Path:
     [
         ({"model_type": "llama", "max_position_embeddings": 2048}, 2048),
         ({"model_type": "llama", "text_config": {"n_positions": 99}}, 99),
+        ({"model_type": "llama", "thinker_config": {"text_config": {"max_position_embeddings": 256}}}, 256),
         ({"model_type": "llama", "max_position_embeddings": "many"}, None),
     ],
 )
