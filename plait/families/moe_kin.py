@@ -214,16 +214,22 @@ def mellum(c: Config) -> tuple[ModelSpec, NameMap]:
 def ernie_moe(c: Config) -> tuple[ModelSpec, NameMap]:
     """ERNIE 4.5 with experts: softmax scores with a correction bias; a few dense layers first."""
     require(c, "ERNIE 4.5", moe_norm_min=(1e-12,))
+    mark_sparse_layers(c)
+    attn = BranchSpec("attn", gqa(c, rope=rope(c, c["head_dim"], interleaved=True)), norm(c))
+    bias = flat(f"{MLP}.moe_statics.e_score_correction_bias")
+    inside = flat(f"{MLP}.gate.moe_statics.e_score_correction_bias")
+    router = RouterSpec("softmax", True, float(c["moe_norm_min"]))
+    attns = [attn] * len(c["layer_types"])
+    return build_shared_moe(c, "ernie4_5_moe", attns, router, {f"{FFN}.router_bias": (bias, inside)})
+
+
+def mark_sparse_layers(c: Config) -> None:
+    """Which layers of ERNIE have experts, from the first, the last and the distance."""
     count, start, step = len(c["layer_types"]), c["moe_layer_start_index"], c["moe_layer_interval"]
     last = c.get("moe_layer_end_index", -1)
     last = count - 1 if last in (None, -1) else last
     sparse = [(i + 1) % step == 0 and start <= i <= last for i in range(count)]
     c["mlp_layer_types"] = ["sparse" if here else "dense" for here in sparse]
-    attn = BranchSpec("attn", gqa(c, rope=rope(c, c["head_dim"], interleaved=True)), norm(c))
-    bias = flat(f"{MLP}.moe_statics.e_score_correction_bias")
-    inside = flat(f"{MLP}.gate.moe_statics.e_score_correction_bias")
-    router = RouterSpec("softmax", True, float(c["moe_norm_min"]))
-    return build_shared_moe(c, "ernie4_5_moe", [attn] * count, router, {f"{FFN}.router_bias": (bias, inside)})
 
 
 @family(
@@ -268,6 +274,7 @@ def build_shared_moe(
     router: RouterSpec,
     own: Rules | None = None,
     shared_size: int | None = None,
+    beside: tuple[str, ...] = (),
 ) -> tuple[ModelSpec, NameMap]:
     """Experts next to shared ones, and dense layers where the config has them."""
     ffn = {"sparse": BranchSpec("ffn", shared_moe(c, router, shared_size), norm(c))}
@@ -281,7 +288,7 @@ def build_shared_moe(
     # What predicts a second token for speculation is behind the layers; the model is whole without it.
     extra = range(len(layers), len(layers) + (c.get("num_nextn_predict_layers") or 0))
     unused = unused_patterns(c, r"^mtp\.", *(rf"^model\.layers\.{i}\." for i in extra))
-    return model(c, name, layers), NameMap(names, transformer(), ignored=unused)
+    return model(c, name, layers), NameMap(names, transformer(), ignored=unused, beside=beside)
 
 
 plain_arch("olmoe", "OlmoeForCausalLM", norm_topk_prob=False)
