@@ -52,16 +52,23 @@ def glm4(c: Config) -> tuple[ModelSpec, NameMap]:
 
 
 @family(
-    *("Glm4vForConditionalGeneration", "Glm46VForConditionalGeneration"),
-    model_types=("glm4v_text", "glm4v", "glm46v"),
+    *("Glm4vForConditionalGeneration", "Glm46VForConditionalGeneration", "GlmOcrForConditionalGeneration"),
+    model_types=("glm4v_text", "glm4v", "glm46v", "glm_ocr_text", "glm_ocr"),
     defaults={"norm_eps": 1e-5, "hidden_act": "silu", "partial_rotary_factor": 1.0},
 )
 def glm4v(c: Config) -> tuple[ModelSpec, NameMap]:
-    """Text of GLM-4.1V and GLM-4.6V-Flash: GLM-4 with heads of which the width follows from their number."""
-    return _dense(c, "glm4v_text", norm(c))
+    """Text of GLM-4.1V, GLM-4.6V-Flash and GLM-OCR: GLM-4, heads of a width that follows from their number.
+
+    What drafts a second token for speculation (GLM-OCR) is behind the layers; the model is whole without it.
+    """
+    extra = range(len(c["layer_types"]), len(c["layer_types"]) + (c.get("num_nextn_predict_layers") or 0))
+    drafts = tuple(rf"^model\.(language_model\.)?layers\.{i}\." for i in extra)
+    return _dense(c, "glm4v_text", norm(c), drafts)
 
 
-def _dense(c: Config, name: str, post_norm: NormSpec | None) -> tuple[ModelSpec, NameMap]:
+def _dense(
+    c: Config, name: str, post_norm: NormSpec | None, unused: tuple[str, ...] = ()
+) -> tuple[ModelSpec, NameMap]:
     each = norm(c)
     attn = gqa(c, rope=rope(c, c["head_dim"], interleaved=True))
     branches = (BranchSpec("attn", attn, each, post_norm), BranchSpec("ffn", mlp(c), each, post_norm))
@@ -71,7 +78,7 @@ def _dense(c: Config, name: str, post_norm: NormSpec | None) -> tuple[ModelSpec,
         **split_gate_up(FFN, f"{L}.mlp.gate_up_proj"),
     }
     spec = model(c, name, [branches] * len(c["layer_types"]))
-    return spec, NameMap(names, transformer(), ignored=unused_patterns(c))
+    return spec, NameMap(names, transformer(), ignored=unused_patterns(c, *unused))
 
 
 @family(

@@ -27,6 +27,20 @@ def _fill_granite(t: Tensors) -> None:
 
 
 @family(
+    "GraniteDoclingForConditionalGeneration",
+    model_types=("granite_docling_text", "granite_docling"),
+    defaults={
+        "norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "embedding_multiplier": 12.0,
+        "logits_scaling": 4.0,
+        "residual_multiplier": 0.263,
+        "attention_multiplier": 0.015625,
+        "tie_word_embeddings": True,
+    },
+    honours=MULTIPLIERS,
+)
+@family(
     "GraniteForCausalLM",
     model_types=("granite",),
     defaults=SHARED,
@@ -34,7 +48,7 @@ def _fill_granite(t: Tensors) -> None:
     detection=Detection(fill=_fill_granite),
 )
 def granite(c: Config) -> tuple[ModelSpec, NameMap]:
-    """Granite 3 dense."""
+    """Granite 3 dense, and the text of Granite Docling."""
     return _granite(c, "granite", mlp(c), {})
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from plait.checkpoint.names import Back, Derived, NameMap, Rules, Source
 from plait.errors import UnsupportedModel
-from plait.families.common.recipes import Stored, split_qkv
+from plait.families.common.recipes import VISION, Stored, split_qkv
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, norm, require, sigmoid_router
 from plait.families.config.normalize import Config
@@ -15,6 +15,7 @@ from plait.families.moe_kin import build_shared_moe
 from plait.quant.weight import as_tensor
 from plait.spec.model import BranchSpec, ModelSpec, RouterSpec
 
+OCR_EYES = (r"^(model\.)?(sam_model|qwen2_model|projector|view_sep[ae]rator)\b",)
 L, ATTN, FFN = "model.layers.{i}", "layers.{i}.attn", "layers.{i}.ffn"
 SMALLEST = 1e-7  # added to the length of a column
 SILU = {"norm_eps": 1e-6, "hidden_act": "silu", "first_k_dense_replace": 0, "num_shared_experts": 1}
@@ -31,6 +32,20 @@ def deepseek_moe(c: Config) -> tuple[ModelSpec, NameMap]:
     attn = BranchSpec("attn", gqa(c), norm(c))
     router = RouterSpec(renormalize=c["norm_topk_prob"])
     return build_shared_moe(c, "deepseek", [attn] * len(c["layer_types"]), router)
+
+
+@family(
+    *("DeepseekOcr2ForConditionalGeneration", "DeepseekOCR2ForCausalLM"),
+    model_types=("deepseek_ocr2_text", "deepseek_ocr2"),
+    defaults={**SILU, "num_shared_experts": 2, "routed_scaling_factor": 1.0},
+)
+def deepseek_ocr(c: Config) -> tuple[ModelSpec, NameMap]:
+    """DeepSeek-OCR 2 (text): DeepSeek-MoE, with weights of experts that may be scaled."""
+    require(c, "DeepSeek-OCR 2", use_mla=(False,), scoring_func=("softmax",))
+    require(c, "DeepSeek-OCR 2", topk_method=("greedy",), norm_topk_prob=(False,))
+    attns = [BranchSpec("attn", gqa(c), norm(c))] * len(c["layer_types"])
+    router = RouterSpec(renormalize=False, scale=float(c["routed_scaling_factor"]))
+    return build_shared_moe(c, "deepseek_ocr2_text", attns, router, beside=(*OCR_EYES, *VISION))
 
 
 @family("BailingMoeForCausalLM", model_types=("bailing_moe",), defaults={**SILU, "norm_topk_prob": True})

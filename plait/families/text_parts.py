@@ -1,12 +1,13 @@
-"""Text models inside models that see or draw: GOT-OCR 2, Emu3, Llama 3.2 Vision."""
+"""Text models inside models that see or draw: Emu3, Llama 3.2 Vision, PaddleOCR-VL, Hunyuan-OCR."""
 
 from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules, Source
-from plait.families.common.recipes import at, attention_tensors, part, transformer, unused_patterns
+from plait.families.common.recipes import VISION, at, attention_tensors, part, transformer, unused_patterns
 from plait.families.common.registry import family
-from plait.families.common.spec_builders import gqa, mlp, model, norm
+from plait.families.common.spec_builders import gqa, mlp, model, norm, require
 from plait.families.config.normalize import FULL, Config
+from plait.families.dense import QK
 from plait.families.llama import dense
 from plait.spec.model import BranchSpec, ModelSpec
 
@@ -63,3 +64,34 @@ def mllama(c: Config) -> tuple[ModelSpec, NameMap]:
     others = (rf"\.layers\.{i}\." for i in sorted(crossed))
     spec = model(c, "mllama_text_model", [layer] * len(kept))
     return spec, NameMap(names, ignored=unused_patterns(c, *IMAGES, *others))
+
+
+@family(
+    "PaddleOCRVLForConditionalGeneration",
+    model_types=("paddleocr_vl_text", "paddleocr_vl"),
+    defaults={
+        "norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "head_dim": 128,
+        "rope_theta": 5e5,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+    },
+)
+def paddleocr(c: Config) -> tuple[ModelSpec, NameMap]:
+    """PaddleOCR-VL (text): ERNIE 4.5 of which the halves of a head turn together."""
+    return dense(c, "paddleocr_vl_text", beside=(r"^(mlp_AR|model\.projector)\.", *VISION))
+
+
+@family(
+    "HunYuanVLForConditionalGeneration",
+    model_types=("hunyuan_vl_text", "hunyuan_vl"),
+    defaults={"norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": True},
+    honours=("use_qk_norm",),
+)
+def hunyuan_vl(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Hunyuan-OCR (text): Hunyuan, always with norms of q and k behind the rotation."""
+    require(c, "Hunyuan-OCR", use_qk_norm=(True,))
+    names = {f"layers.{{i}}.attn.{x}_norm": f"model.layers.{{i}}.self_attn.{y}_layernorm" for x, y in QK}
+    eyes = (r"^(model\.)?vit\.", *VISION)
+    return dense(c, "hunyuan_vl_text", names=names, beside=eyes, qk_norm=norm(c), qk_norm_last=True)

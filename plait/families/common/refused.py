@@ -31,6 +31,9 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
         *("bark", "csm", "dia", "moshi", "moss_transcribe_diarize", "musicgen", "musicgen_melody"),
         *("speech_to_text", "wav2vec2", "whisper"),
     ),
+    "it hears a piece of sound with every token that it writes, and Plait reads and writes text": (
+        *("voxtral_realtime", "voxtral_realtime_text"),
+    ),
     IMAGE: ("git",),
     DIFFUSION: ("diffusion_gemma", "dream", "llada", "llada2_moe", "sdar", "sdar_moe"),
     DRAFTER: ("gemma4_assistant", "gemma4_unified_assistant"),
