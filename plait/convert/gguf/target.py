@@ -38,6 +38,11 @@ FORM = "GGUF"
 # Families that are written as another's architecture; those of all others are registered for them.
 ALSO: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
+        # Text models that see, hear or talk are also of families of their own, with other defaults.
+        **{name: (name,) for name in ("qwen2", "qwen3", "granite")},
+        **dict.fromkeys(("qwen3_omni_moe_text", "qwen3_vl_moe_text"), ("qwen3moe",)),
+        "ernie4_5_vl_moe_text": ("ernie4_5-moe",),
+        "hunyuan_vl_text": ("hunyuan-dense",),
         "mistral": ("llama",),
         "mixtral": ("llama",),
         "deepseek_v3": ("deepseek2",),
@@ -243,7 +248,7 @@ def with_overrides(
     found = {**(config or {}), **given}
     for nest in (*NESTS, "model"):
         if isinstance(own := found.get(nest), Mapping):
-            found[nest] = {**own, **given}
+            found[nest] = with_overrides(own, given)
     return found
 
 

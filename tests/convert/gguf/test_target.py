@@ -22,7 +22,16 @@ from plait.errors import BadFile, ConfigError, PlaitError, UnsupportedFormat
 from plait.loading.open_model import open_model, with_values
 from plait.loading.probe.cache import Findings, write_findings
 from tests.convert.words import byte_level
-from tests.families import tiny, tiny_bare, tiny_dense, tiny_mixers, tiny_moe, tiny_more, tiny_plain
+from tests.families import (
+    tiny,
+    tiny_bare,
+    tiny_dense,
+    tiny_inside,
+    tiny_mixers,
+    tiny_moe,
+    tiny_more,
+    tiny_plain,
+)
 from tests.families.gguf.test_config import OLD
 from tests.families.parity import decoder, whole, worst
 from tests.families.variant import Variant
@@ -31,12 +40,13 @@ IDS = torch.arange(2, 24)
 SAYABLE = {
     *(*OLD, "falcon_heads", "gpt2", "ernie4_5", "olmo", "nemotron", "jais2", "stablelm", "stablelm_wide"),
     *("hunyuan", "exaone4_whole", "minimax_m2", "ernie4_5_moe", "minicpm3", "hy_v3", "hunyuan_moe"),
+    *("ernie_vl", "hunyuan_vl", "granite_docling", "qwen2_5_omni", "qwen3_omni", "qwen3_vl"),
 }
 NO_ARCHITECTURE = (
     *("zamba2", "zamba2_plain", "olmo_hybrid", "olmo_hybrid_nope", "recurrent_gemma", "recurrent_gemma_wide"),
     *("ministral", "qwen2_window", "gpt_oss_plain", "smollm3", "starcoder2", "cohere2_plain"),
     *("falcon_mamba", "minimax_factors", "mistral4", "hrm_text", "muse_glimmer", *tiny_mixers.VARIANTS),
-    *("dory", "dory_once"),
+    *("dory", "dory_once", "sarvam_mla", "lara_mini", "glm4v", *({*tiny_inside.VARIANTS} - SAYABLE)),
     *({*tiny_dense.VARIANTS, *tiny_moe.VARIANTS, *tiny_more.VARIANTS, *tiny_plain.VARIANTS} - SAYABLE),
 )
 # In GGUF they are Granite hybrids of which a share of each head turns; of transformers' whole heads do.
