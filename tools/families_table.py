@@ -31,6 +31,9 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Llama 4 (text, up to 8,192 tokens)", "GQA, partly without positions, MoE", ("llama4_text",)),
     ("Seed-OSS, CWM, InternLM 3 · AFM 4.5B · Helium", "GQA, MLP", ("seed_oss", "cwm", "arcee", "helium")),
     ("ERNIE 4.5 · ERNIE 4.5 MoE", "GQA, MLP · MoE", ("ernie4_5", "ernie4_5_moe")),
+    ("ERNIE 4.5 VL (text)", "GQA, MoE", ("ernie4_5_vl_moe_text",)),
+    ("PaddleOCR-VL, Hunyuan-OCR (text)", "GQA, MLP", ("paddleocr_vl_text", "hunyuan_vl_text")),
+    ("Molmo 2 (text)", "GQA, MLP", ("molmo2_text",)),
     ("EXAONE 4", "GQA, local and global, MLP", ("exaone4",)),
     ("K-EXAONE · Flint · Aria (text)", "GQA, local and global, MoE", ("exaone_moe", "flint", "aria_text")),
     ("Nemotron 3, 4, Minitron · StableLM 2", "GQA, MLP", ("nemotron", "stablelm")),
@@ -42,9 +45,10 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Maple", "GQA, local and global, MoE", ("maple",)),
     ("PLaMo 1", "GQA and MLP side by side", ("plamo",)),
     ("Talkie", "MHA, MLP, embeddings added behind every layer", ("talkie",)),
-    ("Qwen2, Qwen2.5, Qwen3, text of Qwen2.5-VL, Qwen3-VL", "GQA, MLP", ("qwen2", "qwen3")),
+    ("Qwen2, Qwen2.5, Qwen3", "GQA, MLP", ("qwen2", "qwen3")),
+    ("Qwen2-VL, 2.5-VL, 2.5-Omni, Qwen3-VL (text)", "GQA, MLP", ("qwen2_vl_text", "qwen3_vl_text")),
     ("Qwen2-MoE, Qwen3-MoE", "GQA, MoE", ("qwen2_moe", "qwen3_moe")),
-    ("Qwen3-VL-MoE (text)", "GQA, MoE", ("qwen3_vl_moe_text",)),
+    ("Qwen3-VL-MoE, Qwen3-Omni (text)", "GQA, MoE", ("qwen3_vl_moe_text", "qwen3_omni_moe_text")),
     ("Qwen3-Next", "gated DeltaNet, gated GQA, MoE", ("qwen3_next",)),
     ("Qwen3.5, Qwen3.5-MoE", "gated DeltaNet, gated GQA, MLP or MoE", ("qwen3_5_text", "qwen3_5_moe_text")),
     (
@@ -120,6 +124,7 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Ling 3", "Kimi delta attention, MLA, MoE", ("bailing_hybrid",)),
     ("Ling 2.5, Ring 2.5", "lightning attention, MLA, MoE", ("bailing_moe_linear",)),
     ("Ling 1, 2 · DeepSeek-MoE", "GQA, MoE", ("bailing_moe", "bailing_moe_v2", "deepseek")),
+    ("DeepSeek-OCR 2 (text)", "GQA, MoE", ("deepseek_ocr2_text",)),
     ("Sarvam 30B · 105B", "GQA · MLA, MoE", ("sarvam_moe", "sarvam_mla")),
     ("Lara 4 Mini", "gated DeltaNet, GQA, local and global, MoE", ("lara_mini",)),
     ("MiniMax-01, M1", "lightning attention, GQA, MoE", ("minimax",)),
@@ -156,8 +161,9 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Command A with experts", "GQA and MoE side by side", ("cohere2_moe",)),
     ("North Micro (text)", "GQA and MLP side by side", ("cohere_compass_text",)),
     ("GLM-4 · GLM-4.5, 4.6, 4.7, text of 4.5V", "GQA, MLP · MoE", ("glm", "glm4", "glm4_moe")),
-    ("GLM-4.1V, 4.6V-Flash (text)", "GQA, MLP", ("glm4v_text",)),
+    ("GLM-4.1V, 4.6V-Flash, GLM-OCR (text)", "GQA, MLP", ("glm4v_text",)),
     ("Granite 3 dense, MoE", "GQA, MLP · MoE", ("granite", "granitemoe")),
+    ("Granite Docling (text)", "GQA, MLP", ("granite_docling_text",)),
     ("Granite with windows, MoE", "GQA with sinks, MLP · MoE", ("granite_swa", "granitemoe_swa")),
     ("HyperCLOVA X SEED Think", "GQA, MLP", ("hyperclovax",)),
     ("Granite 4", "Mamba2, GQA, MLP or MoE", ("granitemoehybrid",)),
@@ -202,6 +208,13 @@ OTHER_TESTS: Mapping[str, tuple[bool, bool, bool]] = {  # Hugging Face files, GG
     "nemotron-nas": (True, True, False),  # test_nemotron_nas
     "maincoder": (True, True, False),  # gguf/published, gguf/test_recorded
     "oxidizr": (True, False, True),  # test_oxidizr
+    **dict.fromkeys(  # tiny_inside, gguf/test_recorded
+        (
+            *("qwen2_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "paddleocr_vl_text"),
+            "hunyuan_vl_text",
+        ),
+        (True, True, False),
+    ),
     **dict.fromkeys(  # test_older, test_layouts, gguf/test_recorded
         (
             *("jais", "gpt_refact", "openelm", "plm", "spark2_5", "nanbeige", "minicpm", "exaone"),

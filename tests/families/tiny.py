@@ -18,6 +18,7 @@ from torch import Tensor
 from tests.families import (
     tiny_attention,
     tiny_dense,
+    tiny_inside,
     tiny_latest,
     tiny_linear,
     tiny_mixers,
@@ -297,7 +298,7 @@ VARIANTS: dict[str, Variant] = {
 }
 VARIANTS |= tiny_dense.VARIANTS | tiny_attention.VARIANTS | tiny_ssm.VARIANTS | tiny_linear.VARIANTS
 VARIANTS |= tiny_moe.VARIANTS | tiny_more.VARIANTS | tiny_mixers.VARIANTS | tiny_plain.VARIANTS
-VARIANTS |= tiny_latest.VARIANTS
+VARIANTS |= tiny_latest.VARIANTS | tiny_inside.VARIANTS
 
 
 def write(name: str, folder: Path, variant: Variant | None = None) -> None:
