@@ -41,14 +41,14 @@ def _fill_granite(t: Tensors) -> None:
     honours=MULTIPLIERS,
 )
 @family(
-    "GraniteForCausalLM",
-    model_types=("granite",),
+    *("GraniteForCausalLM", "Granite4VisionForConditionalGeneration"),
+    model_types=("granite", "granite4_vision_text", "granite4_vision"),
     defaults=SHARED,
     honours=MULTIPLIERS,
     detection=Detection(fill=_fill_granite),
 )
 def granite(c: Config) -> tuple[ModelSpec, NameMap]:
-    """Granite 3 dense, and the text of Granite Docling."""
+    """Granite 3 dense, and the text of Granite Docling and Granite 4 Vision."""
     return _granite(c, "granite", mlp(c), {})
 
 

@@ -1,17 +1,23 @@
-"""Text models inside models that see or draw: Emu3, Llama 3.2 Vision, PaddleOCR-VL, Hunyuan-OCR."""
+"""Text models inside ones that see or draw: Emu3, Llama 3.2 Vision, PaddleOCR-VL, Hunyuan-OCR, Cosmos 3."""
 
 from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules, Source
 from plait.families.common.recipes import VISION, at, attention_tensors, part, transformer, unused_patterns
 from plait.families.common.registry import family
-from plait.families.common.spec_builders import gqa, mlp, model, norm, require
+from plait.families.common.spec_builders import gqa, mlp, model, norm, plain_mlp, require
 from plait.families.config.normalize import FULL, Config
 from plait.families.dense import QK
 from plait.families.llama import dense
 from plait.spec.model import BranchSpec, ModelSpec
 
 IMAGES = (r"^(model\.)?(vqmodel|vision_model|vision_tower|multi_modal_projector)\.",)
+COSMOS_OTHERS = (
+    r"^(model\.)?(language_model\.)?(projector|action_modality_embed|action_proj_in|action_proj_out)\b",
+    r"^(model\.)?(language_model\.)?(time_embedder|proj_in|proj_out|norm_moe_gen)\.",
+    r"\blayers\.\d+\.\w+_moe_gen\.",
+    r"\.self_attn\.(add_[qkv]_proj|to_add_out|norm_added_[qk]|k_norm_und_for_gen)\.",
+)
 WRAPPED = ("model.", "language_model.model.", "model.language_model.")
 
 
@@ -95,3 +101,24 @@ def hunyuan_vl(c: Config) -> tuple[ModelSpec, NameMap]:
     names = {f"layers.{{i}}.attn.{x}_norm": f"model.layers.{{i}}.self_attn.{y}_layernorm" for x, y in QK}
     eyes = (r"^(model\.)?vit\.", *VISION)
     return dense(c, "hunyuan_vl_text", names=names, beside=eyes, qk_norm=norm(c), qk_norm_last=True)
+
+
+@family(
+    "Cosmos3EdgeForConditionalGeneration",
+    model_types=("cosmos3_edge_text", "cosmos3_edge"),
+    defaults={"norm_eps": 1e-5, "hidden_act": "relu2", "head_dim": 128, "rope_theta": 1e8},
+)
+def cosmos3(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Cosmos 3 Edge (text): a feed-forward without a gate, with a squared ReLU.
+
+    Next to it are layers that write videos and actions, which are not read.
+    """
+    layer = "model.layers.{i}"
+    attn, ffn = f"{layer}.self_attn", f"{layer}.mlp"
+    names: Rules = {
+        **{f"layers.{{i}}.attn.{x}": (f"{attn}.{x}_proj", f"{attn}.to_{x}") for x in "qkv"},
+        "layers.{i}.attn.o": (f"{attn}.o_proj", f"{attn}.to_out"),
+        "layers.{i}.ffn.up": (f"{ffn}.fc1", f"{ffn}.up_proj"),
+        "layers.{i}.ffn.down": (f"{ffn}.fc2", f"{ffn}.down_proj"),
+    }
+    return dense(c, "cosmos3_edge_text", ffn=plain_mlp(c), names=names, beside=(*COSMOS_OTHERS, *VISION))

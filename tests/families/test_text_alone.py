@@ -152,6 +152,29 @@ def test_published_keys_of_deepseek_ocr_2(tmp_path: Path) -> None:
     check(published, files, answer(model))
 
 
+def test_what_writes_videos_next_to_cosmos_is_not_read(tmp_path: Path) -> None:
+    config, model, files = make(*WRAPPERS["cosmos3_edge"], tmp_path)
+    others = (
+        *(
+            "action_modality_embed",
+            "action_proj_in.fc.weight",
+            "time_embedder.linear_1.weight",
+            "proj_in.bias",
+        ),
+        *(
+            "norm_moe_gen.weight",
+            "layers.0.mlp_moe_gen.up_proj.weight",
+            "layers.0.self_attn.to_add_out.weight",
+        ),
+        *("layers.1.input_layernorm_moe_gen.weight", "layers.1.self_attn.norm_added_q.weight"),
+    )
+    more = dict.fromkeys(others, torch.zeros(2))
+    inside = {f"model.language_model.{name}": tensor for name, tensor in more.items()}
+    for stored in ({**files, **more}, {**model.state_dict(), **inside}):
+        (note,) = check(config, stored, answer(model))
+        assert "mlp_moe_gen.up_proj" in note
+
+
 def test_a_layer_that_drafts_may_be_behind_those_of_glm_ocr(tmp_path: Path) -> None:
     config, model, files = make(*WRAPPERS["glm_ocr"], tmp_path)
     more = {**files, "model.language_model.layers.3.eh_proj.weight": torch.zeros(2)}
@@ -165,6 +188,8 @@ def test_a_layer_that_drafts_may_be_behind_those_of_glm_ocr(tmp_path: Path) -> N
     ("keys", "why"),
     [
         ({"model_type": "voxtral_realtime"}, "a piece of sound with every token"),
+        ({"model_type": "unlimited_ocr"}, "logits depend on where a prompt ends"),
+        ({"model_type": "glm_image"}, "it writes images"),
         ({"model_type": "molmo2", **TEXT, "tie_word_embeddings": True}, "heads are shorter"),
         ({"model_type": "molmo2", **TEXT, "qk_norm_type": "olmo3"}, "qk_norm_type = 'olmo3'"),
         ({"model_type": "hunyuan_vl", **TEXT, "use_qk_norm": False}, "use_qk_norm = False"),

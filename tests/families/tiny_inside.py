@@ -161,6 +161,29 @@ GLM_OCR: dict[str, Any] = {
     },
     "vision_config": QWEN_EYE,
 }
+COSMOS3: dict[str, Any] = {
+    "text_config": {
+        **TEXT,
+        "head_dim": 8,
+        "pad_token_id": None,
+        "rope_parameters": {**ROPE, "mrope_section": [2, 1, 1]},
+    },
+    "vision_config": {**EYE, "num_patches": 4, "patch_size": 4},
+}
+GRANITE4: dict[str, Any] = {
+    "text_config": {
+        **TEXT,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.3,
+        "attention_multiplier": 0.1,
+    },
+    "vision_config": {"model_type": "siglip_vision_model", **SMALL_EYE, "hidden_size": 64},
+    "downsample_rate": "1/2",
+    "deepstack_layer_map": [[-1, 0]],
+    "spatial_target_layers": [1],
+    "qformer_config": {"hidden_size": 64, "num_attention_heads": 1, "intermediate_size": 24},
+}
 # A config's beginning, and its keys, of wrappers that have text models of their own.
 WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_5_omni": ("Qwen2_5OmniThinker", QWEN2_OMNI),
@@ -173,6 +196,8 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan_vl": ("HunYuanVL", HUNYUAN),
     "granite_docling": ("GraniteDocling", DOCLING),
     "deepseek_ocr2": ("DeepseekOcr2", DEEPSEEK_OCR),
+    "granite4_vision": ("Granite4Vision", GRANITE4),
+    "cosmos3_edge": ("Cosmos3Edge", COSMOS3),
     "glm_ocr": ("GlmOcr", GLM_OCR),
 }
 VARIANTS: dict[str, Variant] = {

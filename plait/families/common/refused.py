@@ -14,7 +14,17 @@ DRAFTER = "it drafts for another model and reads that model's keys, so it does n
 # reason -> model types
 _REASONS: Mapping[str, tuple[str, ...]] = {
     ENCODER_DECODER: (
-        *("encoder-decoder", "fsmt", "led", "longt5", "m2m_100", "mt5", "nllb-moe", "pegasus_x"),
+        *(
+            "encoder-decoder",
+            "fsmt",
+            "led",
+            "longt5",
+            "m2m_100",
+            "mt5",
+            "nllb-moe",
+            "pegasus_x",
+            "pix2struct",
+        ),
         *("seamless_m4t", "switch_transformers", "t5", "t5gemma", "t5gemma2", "udop", "umt5"),
     ),
     "it predicts several tokens at once by streams of their own, which are not implemented": (
@@ -34,7 +44,10 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
     "it hears a piece of sound with every token that it writes, and Plait reads and writes text": (
         *("voxtral_realtime", "voxtral_realtime_text"),
     ),
-    IMAGE: ("git",),
+    "tokens that it writes see all of a prompt but few of one another, so that logits depend on where a "
+    "prompt ends": ("unlimited_ocr", "unlimited_ocr_text"),
+    "it writes images, and Plait writes text": ("glm_image", "glm_image_text"),
+    IMAGE: ("blip", "blip_text_model", "git"),
     DIFFUSION: ("diffusion_gemma", "dream", "llada", "llada2_moe", "sdar", "sdar_moe"),
     DRAFTER: ("gemma4_assistant", "gemma4_unified_assistant"),
     "its layers are RWKV-5 or RWKV-6, and RWKV-4 and RWKV-7 are implemented": ("rwkv5", "rwkv6"),

@@ -40,7 +40,15 @@ IDS = torch.arange(2, 24)
 SAYABLE = {
     *(*OLD, "falcon_heads", "gpt2", "ernie4_5", "olmo", "nemotron", "jais2", "stablelm", "stablelm_wide"),
     *("hunyuan", "exaone4_whole", "minimax_m2", "ernie4_5_moe", "minicpm3", "hy_v3", "hunyuan_moe"),
-    *("ernie_vl", "hunyuan_vl", "granite_docling", "qwen2_5_omni", "qwen3_omni", "qwen3_vl"),
+    *(
+        "ernie_vl",
+        "hunyuan_vl",
+        "granite_docling",
+        "qwen2_5_omni",
+        "qwen3_omni",
+        "qwen3_vl",
+        "granite4_vision",
+    ),
 }
 NO_ARCHITECTURE = (
     *("zamba2", "zamba2_plain", "olmo_hybrid", "olmo_hybrid_nope", "recurrent_gemma", "recurrent_gemma_wide"),

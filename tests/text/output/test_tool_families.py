@@ -175,6 +175,7 @@ FAMILIES: dict[str, list[Form]] = {
     "ERNIE 4.5 · ERNIE 4.5 MoE": [Form("User: {{ m.content }}\nAssistant: ")],
     "ERNIE 4.5 VL (text)": [Form("User: {{ m.content }}\nAssistant: ")],
     "PaddleOCR-VL, Hunyuan-OCR (text)": [Form("User: {{ m.content }}\nAssistant: ")],
+    "Cosmos 3 Edge (text)": [Form(TURNS)],
     "Molmo 2 (text)": [Form(TURNS)],
     "EXAONE 4": [Form("[|{{ m.role }}|]\n{{ m.content }}[|endofturn|]"), think(HERMES_FORM)],
     "K-EXAONE · Flint · Aria (text)": [think(HERMES_FORM), Form(TURNS)],
@@ -324,7 +325,7 @@ FAMILIES: dict[str, list[Form]] = {
         think(Form(GLM_TEMPLATE.replace("\n", ""), "glm", GLM47)),
     ],
     "Granite Docling (text)": [Form(TURNS)],
-    "Granite 3 dense, MoE": [
+    "Granite 3 dense, MoE, text of 4 Vision": [
         GRANITE,
         Form(
             GRANITE.template + THINKS + "<response>",
