@@ -72,6 +72,7 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
     ("DeepSeek-V4", "attention to compressed keys, MoE, mixed residual streams", ("deepseek_v4",)),
     ("Hy4", "gated MLA with an indexer, MoE, residual streams", ("hy_v4",)),
+    ("Hy4-VL (text)", "gated MLA with an indexer, MoE, residual streams", ("hy_v4_vl_text",)),
     ("dots3 note (text)", "gated MLA, local or with an indexer, MoE", ("dots3_note_text",)),
     ("MiniMax-M3 (text)", "GQA over chosen blocks, MoE", ("minimax_m3_vl_text",)),
     ("LongCat-Flash", "MLA, MLP, MoE with identities", ("longcat_flash",)),

@@ -1,4 +1,7 @@
-"""Hunyuan 4 (hy_v4): DeepSeek-V3.2's attention with sinks and gates, over several residual streams."""
+"""Hunyuan 4 (hy_v4): DeepSeek-V3.2's attention with sinks and gates, over several residual streams.
+
+The text of Hunyuan 4 VL is the same: neighbours turn together, and its latent norms have the model's epsilon.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from plait.families.common.spec_builders import sigmoid_router
 from plait.families.config.checks import MAX_SIZE
 from plait.families.config.normalize import Config
 from plait.families.deepseek import (
+    LATENT_EPS,
     SPARSE,
     indexer_sizes,
     latent_indexer,
@@ -30,47 +34,65 @@ from plait.spec.model import Activation, BranchSpec, HyperSpec, MlaSpec, ModelSp
 L = "model.layers.{i}"
 LIMIT = 10.0
 BRANCHES = ("attn", "ffn")
+EYE = r"^vit\."  # what sees, next to `model.`, in published files
+
+
+HY4 = {
+    **SPARSE,
+    "norm_eps": 1e-5,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.827,
+    "index_n_heads": 16,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+    "hc_mult": 4,
+    "hc_magnitude": 2.0,
+    "hc_eps": 1e-6,
+    "swiglu_limit": LIMIT,
+    "rope_interleave": False,
+}
+HONOURS = ("index_topk", "hc_mult", "swiglu_limit")
+
+
+@family("HYV4ForCausalLM", model_types=("hy_v4",), defaults=HY4, honours=HONOURS)
+def hy_v4(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Hy4: rotated numbers are the last of an index head, and halves of them turn together."""
+    return _gated_latent(c, "hy_v4", LATENT_EPS)
 
 
 @family(
-    "HYV4ForCausalLM",
-    model_types=("hy_v4",),
-    defaults={
-        **SPARSE,
-        "norm_eps": 1e-5,
-        "first_k_dense_replace": 1,
-        "routed_scaling_factor": 2.827,
-        "index_n_heads": 16,
-        "index_head_dim": 128,
-        "index_topk": 2048,
-        "hc_mult": 4,
-        "hc_magnitude": 2.0,
-        "hc_eps": 1e-6,
-        "swiglu_limit": LIMIT,
-        "rope_interleave": False,
-    },
-    honours=("index_topk", "hc_mult", "swiglu_limit"),
+    "HYV4VLForConditionalGeneration",
+    model_types=("hy_v4_vl_text", "hy_v4_vl"),
+    defaults={**HY4, "index_n_heads": 32, "rope_interleave": True},
+    honours=HONOURS,
 )
-def hy_v4(c: Config) -> tuple[ModelSpec, NameMap]:
-    """Hy4: rotated numbers are the last of an index head, and halves of them turn together."""
+def hy_v4_vl(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Hy4-VL (text): neighbours turn together, in heads and in index heads."""
+    return _gated_latent(c, "hy_v4_vl_text", c["norm_eps"])
+
+
+def _gated_latent(c: Config, name: str, latent_eps: float) -> tuple[ModelSpec, NameMap]:
     count = len(c["layer_types"])
     kinds = c.get("indexer_types") or ["full" if i == 0 or i % 4 == 1 else "shared" for i in range(count)]
-    index = replace(latent_indexer(c, interleaved=False), norm=NormSpec(c["norm_eps"], "layer"))
-    indexers = share_indexers(index, kinds, "attn.inner")
-    spec, _ = latent_model(c, "hy_v4", sigmoid_router(c), indexers=indexers)
-    layers = tuple(tuple(_complete(c, branch) for branch in layer) for layer in spec.layers)
+    turned = latent_indexer(c, interleaved=bool(c["rope_interleave"]))
+    indexers = share_indexers(replace(turned, norm=NormSpec(c["norm_eps"], "layer")), kinds, "attn.inner")
+    spec, _ = latent_model(c, name, sigmoid_router(c), indexers=indexers)
+    layers = tuple(tuple(_complete(c, branch, latent_eps) for branch in layer) for layer in spec.layers)
     eps = c["hc_eps"]
     unit = NormSpec(c["norm_eps"], weight=False)
     hyper = HyperSpec(c["hc_mult"], unit, eps, magnitude=float(c["hc_magnitude"]), added=eps)
     ignored = unused_patterns(c, r"^model\.mtp_layers\.")
-    names = NameMap(_names(c), move_inside(latent_names(c, "model."), BRANCHES), ignored=ignored)
+    names = NameMap(
+        _names(c), move_inside(latent_names(c, "model."), BRANCHES), ignored=ignored, beside=(EYE,)
+    )
     return over_streams(replace(spec, layers=layers), hyper), names
 
 
-def _complete(c: Config, branch: BranchSpec) -> BranchSpec:
+def _complete(c: Config, branch: BranchSpec, latent_eps: float) -> BranchSpec:
     match mixer := branch.mixer:
         case MlaSpec():
-            return replace(branch, mixer=replace(mixer, sinks=True, out_gate=True))
+            latent = NormSpec(latent_eps)
+            return replace(branch, mixer=replace(mixer, latent_norm=latent, sinks=True, out_gate=True))
         case MoeSpec():
             return replace(
                 branch, mixer=replace(mixer, expert=replace(mixer.expert, activation=choose_clipped(c)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.families.tiny_mixers import SPARSE
 from tests.families.variant import Variant
 
 MUSE = {
@@ -106,6 +107,31 @@ GLM4V: dict[str, Any] = {
     },
     "vision_config": GLM_EYE,
     "tie_word_embeddings": False,
+}
+HY_VL: dict[str, Any] = {
+    "text_config": {
+        **TEXT,
+        **SPARSE,
+        "num_hidden_layers": 4,
+        "rms_norm_eps": 1e-2,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+        "indexer_types": ["full", "shared", "full", "shared"],
+        "index_head_dim": 20,
+        "hc_mult": 3,
+        "hc_magnitude": 1.7,
+        "hc_eps": 1e-2,
+        "routed_scaling_factor": 1.3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]},
+    },
+    "vision_config": {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "out_hidden_size": 32,
+        "patch_size": 2,
+        "max_image_size": 8,
+    },
 }
 VARIANTS: dict[str, Variant] = {
     "mistral4": Variant(
@@ -221,5 +247,6 @@ VARIANTS: dict[str, Variant] = {
         },
     ),
     "qwen3_vl_moe": Variant("Qwen3VLMoeConfig", QWEN3_VL_MOE, model="Qwen3VLMoeForConditionalGeneration"),
+    "hy_v4_vl": Variant("HYV4VLConfig", HY_VL, model="HYV4VLForConditionalGeneration"),
     "glm4v": Variant("Glm4vConfig", GLM4V, model="Glm4vForConditionalGeneration"),
 }

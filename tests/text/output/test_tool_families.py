@@ -214,6 +214,7 @@ FAMILIES: dict[str, list[Form]] = {
     "A.X K2": [Form(TURNS)],
     "DeepSeek-V4": [named("{{ tools }}<｜DSML｜tool_calls></think>", "dsml", "think")],
     "Hy4": [Form(TURNS)],
+    "Hy4-VL (text)": [Form(TURNS)],
     "dots3 note (text)": [Form(TURNS)],
     "MiniMax-M3 (text)": [Form(TURNS)],
     "Beam": [PLAIN],
