@@ -221,6 +221,11 @@ def indexer_kinds(c: Config) -> list[str]:
 def latent_indexer(c: Config, *, interleaved: bool) -> IndexerSpec:
     if not c.get("q_lora_rank"):
         raise UnsupportedModel("q_lora_rank is absent, and an indexer makes its queries of that latent")
+    return build_indexer(c, interleaved=interleaved)
+
+
+def build_indexer(c: Config, *, interleaved: bool) -> IndexerSpec:
+    """The sizes of an indexer, whatever its queries are made of."""
     if c["index_topk"] < 1 or c["index_head_dim"] < c["qk_rope_head_dim"]:
         raise UnsupportedModel(
             f"index_topk {c['index_topk']} and index_head_dim {c['index_head_dim']}: an indexer takes one "

@@ -83,6 +83,7 @@ class Sizes(TypedDict, total=False):
     is_idle: bool
     is_last: bool  # of each head the last numbers rotate
     is_layer: bool
+    is_placed: bool  # a cache has what is new
     normed: bool
     over: Literal["head", "each", "all"] | None
     rotates: bool

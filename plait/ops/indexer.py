@@ -93,6 +93,8 @@ CASES: list[Case] = [
     dict(seqs=SEQS, heads=3, kv_rank=20, rope_dim=6, top_k=9, kv_dtype="int8"),
     dict(seqs=[90, 3], heads=19, kv_rank=34, rope_dim=6, top_k=70, sinks=True),
     dict(seqs=SEQS, heads=3, kv_rank=24, rope_dim=0, top_k=5),
+    dict(seqs=SEQS, heads=5, kv_rank=34, rope_dim=6, top_k=9, is_placed=True),
+    dict(seqs=[90, 3], heads=3, kv_rank=64, rope_dim=0, top_k=40, kv_dtype="int8", is_placed=True),
 ]
 
 
@@ -111,7 +113,7 @@ def sparse_latent_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """`paged_latent_attention` over the positions that `choose_keys` gave. chosen: [T, top_k] int32, NONE
-    behind the last; -> [T, heads, kv_rank]."""
+    behind the last; latent None: the cache has what is new -> [T, heads, kv_rank]."""
     form = latent_form(kv_rank, q.shape[-1] - kv_rank, cache.dtype)
     if latent is not None:
         write_paged(cache, latent, slot_mapping, form)
@@ -141,5 +143,8 @@ def _latent_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
         count = min(top_k, at + 1)
         row[:count] = torch.randperm(at + 1)[:count].sort().values.int()
     sinks = torch.randn(case["heads"], device=device) if case.get("sinks") else None
-    given = (q, latent, cache, chosen.to(device), *where, width**-0.5, case["kv_rank"])
+    new = None if case.get("is_placed") else latent
+    if new is None:
+        write_paged(cache, latent, where[1], latent_form(case["kv_rank"], case["rope_dim"], cache.dtype))
+    given = (q, new, cache, chosen.to(device), *where, width**-0.5, case["kv_rank"])
     return given, {"sinks": sinks}

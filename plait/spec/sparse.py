@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from plait.spec.model import AttentionSpec, MlaSpec, NormSpec, Recurrent, RopeSpec
+from plait.spec.model import AttentionSpec, IndexerSpec, MlaSpec, NormSpec, Recurrent, RopeSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,27 @@ class MeanSparseSpec(AttentionSpec, Recurrent):
 @dataclass(frozen=True, slots=True)
 class PooledMlaSpec(MlaSpec, Recurrent):
     """Latent attention of which the indexer chooses pools of keys; the open pool is its state (GLM-5.3)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedRopeSpec(RopeSpec):
+    """Each frequency times e to a learned number, the same for all layers (LeRoPE; Mistral Large 4)."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrownIndexerSpec(IndexerSpec):
+    """Its queries are made of the hidden state, normed, and grow as those of `GrownMlaSpec`."""
+
+    input_norm: NormSpec = NormSpec(1e-6, "layer")
+
+
+@dataclass(frozen=True, slots=True)
+class GrownMlaSpec(MlaSpec):
+    """Latent attention with queries that grow with their position p: by a · ln(p + 1) + b, learned for each
+    head (Mistral Large 4). `source`: the mixer of which latents are read; "": its own.
+    """
+
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)

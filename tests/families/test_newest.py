@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.errors import ConfigError
+from plait.errors import ConfigError, UnsupportedModel
 from plait.families.common.registry import build_spec, find
+from plait.spec.sparse import GrownMlaSpec
 from tests.families import tiny
 from tests.families.parity import Memory, decoder, resolved, whole
+from tests.families.tiny_latest import LARGE4, TEXT
 
 IDS = torch.arange(17) * 31 % 97
 Model = tuple[dict[str, Any], dict[str, Tensor]]
@@ -89,3 +91,53 @@ def test_apertus_is_found_next_to_pictures_and_sound(tmp_path: Path) -> None:
     inner["model.vision_tokenizer.quantize.weight"] = torch.zeros(3)
     inner["model.audio_tokenizer.encoder.weight"] = torch.zeros(3)
     assert torch.equal(logits({**wrapper, "text_config": wrapped}, inner), logits(config, stored))
+
+
+def large4(**changes: Any) -> dict[str, Any]:
+    return {"model_type": "mistral_large4_text", **LARGE4["text_config"], **changes}
+
+
+def mixers(config: dict[str, Any]) -> list[GrownMlaSpec]:
+    return [mixer for _, mixer in build_spec(config)[0].mixers() if isinstance(mixer, GrownMlaSpec)]
+
+
+def test_every_fourth_layer_of_mistral_large_4_has_no_positions_and_latents_are_its_own() -> None:
+    usual = mixers(large4(no_rope_layers=None, kv_source_layers=None, indexer_types=None))
+    assert [mixer.rope is None for mixer in usual] == [False, False, False, True, False, False]
+    assert not any(mixer.source or mixer.indexer is None or mixer.indexer.source for mixer in usual)
+    assert [mixer.nope_dim + mixer.rope_dim for mixer in usual] == [12] * 6
+
+
+@pytest.mark.parametrize(
+    ("sources", "words"),
+    [
+        ([0, 1, 0, 1, 4], "5 entries for 6 layers"),
+        ([0, 1, 1, 1, 4, 5], "layer 2 reads 1; the last one with positions .* is 2"),
+        ([0, 1, 2, 1, 0, 5], None),
+        ([0, 1, 2, 1, 2, 5], None),
+        ([0, 1, 2, 3, 2, 1], None),
+        ([0, 1, 0, 1, 2, 5], "layer 4 reads 2; .* is 0"),
+    ],
+)
+def test_latents_of_mistral_large_4_are_those_that_transformers_reads(
+    sources: list[int], words: str | None
+) -> None:
+    config = large4(kv_source_layers=sources)
+    if words is None:
+        found = [mixer.source for mixer in mixers(config)]
+        assert found == ["" if s == i else f"layers.{s}.attn" for i, s in enumerate(sources)]
+        return
+    with pytest.raises(UnsupportedModel, match=words):
+        build_spec(config)
+
+
+def test_no_other_family_ignores_shared_latents() -> None:
+    config = {"model_type": "glm_moe_dsa", "kv_source_layers": [0, 0, 2]}
+    with pytest.raises(UnsupportedModel, match="kv_source_layers"):
+        build_spec({**TEXT, **config})
+
+
+def test_mistral_large_4_is_whole_without_its_drafts(tmp_path: Path) -> None:
+    config, stored = read("mistral_large4", tmp_path)
+    want = logits(config, stored)
+    assert torch.equal(logits(config, {**stored, "mtp_dspark.layers.0.x.weight": torch.zeros(3)}), want)

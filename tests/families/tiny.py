@@ -326,7 +326,8 @@ def randomize(model: torch.nn.Module, *, one_plus: bool) -> None:
             if key.endswith("tid2eid"):  # experts of each token, which differ from one another
                 count = int(tensor.shape[1])
                 tensor.copy_(torch.stack([torch.randperm(6)[:count] for _ in range(len(tensor))]))
-            if not tensor.is_floating_point() or any(word in key for word in _KEPT):
+            is_kept = any(word in key for word in _KEPT) and not key.endswith("rotary_emb.alpha")
+            if not tensor.is_floating_point() or is_kept:
                 continue
             is_norm = "norm" in key.replace("norm_attn_norm.attn", "")
             center = 1.0 if is_norm and not one_plus else 0.0

@@ -133,6 +133,42 @@ HY_VL: dict[str, Any] = {
         "max_image_size": 8,
     },
 }
+# Four layers in a row: whole ones with and without positions, then two that read their latents.
+LARGE4: dict[str, Any] = {
+    "text_config": {
+        **TEXT,
+        **{key: value for key, value in SPARSE.items() if key != "q_lora_rank"},
+        "num_hidden_layers": 6,
+        "rms_norm_eps": 1e-2,
+        "n_group": 4,
+        "topk_group": 2,
+        "attention_bias": True,
+        "routed_scaling_factor": 1.3,
+        "index_head_dim": 20,
+        "indexer_types": ["full", "full", "shared", "full", "shared", "full"],
+        "no_rope_layers": [1, 0, 1, 0, 1, 0],
+        "kv_source_layers": [0, 1, 0, 1, 4, 5],
+        "final_logit_softcapping": 3.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "attention_factor": 1.0,
+        },
+    },
+    "vision_config": {
+        "model_type": "pixtral",
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 8,
+        "patch_size": 4,
+    },
+}
 VARIANTS: dict[str, Variant] = {
     "mistral4": Variant(
         "Mistral4Config",
@@ -247,6 +283,7 @@ VARIANTS: dict[str, Variant] = {
         },
     ),
     "qwen3_vl_moe": Variant("Qwen3VLMoeConfig", QWEN3_VL_MOE, model="Qwen3VLMoeForConditionalGeneration"),
+    "mistral_large4": Variant("MistralLarge4Config", LARGE4, model="MistralLarge4ForConditionalGeneration"),
     "hy_v4_vl": Variant("HYV4VLConfig", HY_VL, model="HYV4VLForConditionalGeneration"),
     "glm4v": Variant("Glm4vConfig", GLM4V, model="Glm4vForConditionalGeneration"),
 }

@@ -7,9 +7,11 @@ from torch import Tensor
 from plait.checkpoint.weights import Weights
 from plait.memory import PagedState, State, group_name
 from plait.model.layers.layers import Batch, Norm, Rope
+from plait.model.layers.temperature import HeadGrowth
 from plait.ops.entry import CODED
 from plait.ops.indexer import choose_keys
 from plait.spec.model import IndexerSpec
+from plait.spec.sparse import GrownIndexerSpec
 from plait.state.store import StateStore
 
 
@@ -20,7 +22,7 @@ class Indexer:
     """
 
     def __init__(self, s: IndexerSpec, w: Weights, q_size: int) -> None:
-        """q_size: of the queries' latent, from which index queries are made."""
+        """q_size: of what index queries are made of: the queries' latent, or the hidden state."""
         self.spec, self._user, self.name = s, w.prefix.rpartition(".")[0], w.prefix
         self.top_k = min(s.top_k, w.target.max_len)
         self.states: dict[str, State] = {}
@@ -31,6 +33,10 @@ class Indexer:
         self._k = w.linear("k", in_size=hidden, out_sizes=(s.dim,))
         self._weights = w.linear("weights", in_size=hidden, out_sizes=(s.num_heads,))
         self._norm = Norm(s.norm, w.scope("k_norm"), s.dim)
+        self._input = self._growth = None
+        if isinstance(s, GrownIndexerSpec):
+            self._input = Norm(s.input_norm, w.scope("q_norm"), q_size)
+            self._growth = HeadGrowth(w.scope("growth"), s.num_heads)
         self._rope = Rope(s.rope, w) if s.rope else None
         self._choose = w.bind(choose_keys, heads=s.num_heads, index_dim=s.dim, top_k=self.top_k)
         kept = w.target.kv_dtype
@@ -41,7 +47,9 @@ class Indexer:
         s = self.spec
         if s.source:
             return batch.step["chosen", s.source]  # type: ignore[no-any-return]
+        q = self._input(q) if self._input else q
         queries, keys = self._q(q).unflatten(-1, (s.num_heads, s.dim)), self._norm(self._k(x))[:, None]
+        queries = self._growth(queries, batch) if self._growth else queries
         if self._rope:
             queries, keys = (self._rope(part, batch.positions) for part in (queries, keys))
         keys = keys[:, 0]

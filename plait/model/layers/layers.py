@@ -20,6 +20,7 @@ from plait.ops.ranks import Comm, gather_columns
 from plait.ops.rope import frequencies, rotate
 from plait.ops.rows import bind_table
 from plait.spec.model import HeadSpec, ModelSpec, NormSpec, RopeSpec
+from plait.spec.sparse import LearnedRopeSpec
 
 EMBEDDINGS = "embeddings"  # in `Batch.step`, for mixers that add them
 
@@ -214,7 +215,11 @@ def _ones(size: int, w: Weights) -> Tensor:
 def make_rotation(s: RopeSpec, w: Weights) -> Rotation:
     """The frequencies of rotary positions, on the target's device."""
     inv_freq, mscale = frequencies(s, w.target.max_len)
-    return Rotation(inv_freq.to(w.target.device), mscale, s.interleaved)
+    inv_freq = inv_freq.to(w.target.device)
+    if isinstance(s, LearnedRopeSpec):
+        sizes = (len(inv_freq),)
+        inv_freq = inv_freq * w.shared("rope", lambda root: root.tensor("alpha", sizes, torch.float32).exp())
+    return Rotation(inv_freq, mscale, s.interleaved)
 
 
 class Rope:
@@ -233,4 +238,5 @@ def describe_rope(s: RopeSpec | None) -> str:
         return "no rope"
     kind = s.scaling.get("rope_type", "")
     scaled = f" {kind}" if kind not in ("", "default") else ""
+    scaled += " learned" if isinstance(s, LearnedRopeSpec) else ""
     return f"rope {s.theta:g}{scaled} on {s.dim}"

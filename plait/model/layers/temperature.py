@@ -7,7 +7,7 @@ from torch import Tensor
 
 from plait.checkpoint.weights import Weights
 from plait.model.layers.layers import Batch
-from plait.ops.activation import scale_rows
+from plait.ops.activation import combine, scale_rows
 from plait.ops.rows import take_rows
 from plait.spec.model import TemperatureSpec
 
@@ -29,4 +29,24 @@ class Temperature:
     def __call__(self, q: Tensor, batch: Batch) -> Tensor:
         """q: [T, heads, d] -> its like."""
         out: Tensor = self._scale(q, self._take(self.table, batch.positions))
+        return out
+
+
+class HeadGrowth(Temperature):
+    """What queries of a head are multiplied by at position p: `scale` · ln(p + 1) + `bias`, both [heads]."""
+
+    def __init__(self, w: Weights, heads: int) -> None:
+        def table(_: Weights) -> Tensor:
+            at = torch.arange(w.target.max_len, dtype=torch.float64)
+            return at.log1p()[:, None].float().to(w.target.device)
+
+        self.table = w.shared("logarithms of positions", table)
+        self.factor, self.bias = (w.tensor(name, (heads,), torch.float32) for name in ("scale", "bias"))
+        self._take, self._scale, self._combine = w.bind(take_rows), w.bind(scale_rows), w.bind(combine)
+
+    def __call__(self, q: Tensor, batch: Batch) -> Tensor:
+        """q: [T, heads, d] -> its like."""
+        logs, shape = self._take(self.table, batch.positions), q.shape[:2]
+        grown = self._combine(self._scale(self.factor.expand(shape), logs), self.bias.expand(shape), 1.0)
+        out: Tensor = self._scale(q, grown)
         return out

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.weights import Weights
-from plait.errors import ShapeMismatch
+from plait.errors import ShapeMismatch, UnsupportedModel
 from plait.memory import PagedState, State, group_name
 from plait.model.layers.compressor import PoolIndexer
 from plait.model.layers.head_gate import HeadGate
 from plait.model.layers.indexer import Indexer
 from plait.model.layers.layers import Batch, Norm, Rope, describe_rope
-from plait.model.layers.temperature import Temperature
+from plait.model.layers.temperature import HeadGrowth, Temperature
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import gate
 from plait.ops.attention import paged_latent_attention
@@ -32,8 +32,13 @@ from plait.ops.rows import join
 from plait.partition import Cut, Division, Rank, join_ranges, scale_range, sum_of, width
 from plait.quant.halves import Halves
 from plait.spec.model import IndexerSpec, MlaSpec
-from plait.spec.sparse import PooledMlaSpec
+from plait.spec.sparse import GrownMlaSpec, PooledMlaSpec
 from plait.state.store import StateStore
+
+
+def _source(s: MlaSpec) -> str:
+    """The mixer of which latents are read; "": its own."""
+    return s.source if isinstance(s, GrownMlaSpec) else ""
 
 
 def _words(m: MlaSpec) -> str:
@@ -42,7 +47,8 @@ def _words(m: MlaSpec) -> str:
     gated = ", gated" if m.gate or m.head_gate or m.out_gate else ""
     gated += ", sinks" if m.sinks else ""
     window = f", window {m.window}" if m.window else ""
-    window += ", queries that grow" if m.temperature else ""
+    window += ", queries that grow" if m.temperature or isinstance(m, GrownMlaSpec) else ""
+    window += f", latents of {source}" if (source := _source(m)) else ""
     text = f"MLA, {heads}, kv rank {m.kv_rank}{q}, {describe_rope(m.rope)}{window}{gated}"
     if (i := m.indexer) is None:
         return text
@@ -57,6 +63,7 @@ def _divide(s: MlaSpec, rank: Rank, hidden_size: int) -> Division:
     queries = Cut((scale_range(heads, s.nope_dim + s.rope_dim),))
     cuts = {"q_b" if s.q_rank else "q": queries, "kv_b": Cut((scale_range(heads, s.nope_dim + s.v_dim),))}
     cuts |= {"sinks": Cut((heads,))} if s.sinks else {}
+    cuts |= {f"growth.{name}": Cut((heads,)) for name in ("scale", "bias") if isinstance(s, GrownMlaSpec)}
     cuts |= {"head_gate": Cut((heads,))} if s.head_gate else {}
     outputs = Cut((scale_range(heads, s.v_dim),))
     cuts |= {name: outputs for name, has in (("gate", s.gate), ("out_gate", s.out_gate)) if has}
@@ -66,6 +73,7 @@ def _divide(s: MlaSpec, rank: Rank, hidden_size: int) -> Division:
 
 @mixer(MlaSpec, _words, _divide)
 @mixer(PooledMlaSpec, _words, _divide)
+@mixer(GrownMlaSpec, _words, _divide)
 class Mla:
     def __init__(self, s: MlaSpec, w: Weights) -> None:
         self.spec, self.name = s, w.prefix
@@ -85,8 +93,12 @@ class Mla:
         outputs = (heads * s.v_dim,)
         self.out_gate = w.linear("out_gate", in_size=hidden, out_sizes=outputs) if s.out_gate else None
         self.sinks = w.tensor("sinks", (heads,), torch.float32) if s.sinks else None
-        self.kv_a = w.linear("kv_a", in_size=hidden, out_sizes=(s.kv_rank + s.rope_dim,))
-        self.kv_norm = Norm(s.latent_norm, w.scope("kv_a_norm"), s.kv_rank) if s.latent_norm else None
+        entry = (s.kv_rank + s.rope_dim,)
+        self._source = _source(s)
+        self.kv_a = None if self._source else w.linear("kv_a", in_size=hidden, out_sizes=entry)
+        self.kv_norm = (
+            Norm(s.latent_norm, w.scope("kv_a_norm"), s.kv_rank) if s.latent_norm and self.kv_a else None
+        )
         (self._map_q, self.k_up), (self._map_out, self.v_up) = (
             bind_heads(w.bind, up) for up in _halves(s, w)
         )
@@ -99,23 +111,28 @@ class Mla:
         self.o = w.linear("o", in_size=heads * s.v_dim, out_sizes=(hidden,))
         self.head_gate = HeadGate("sigmoid", w, heads) if s.head_gate else None
         self.rope = Rope(s.rope, w) if s.rope else None
-        self.temperature = Temperature(s.temperature, w) if s.temperature else None
+        self.temperature = _build_growth(s, w)
         self.rope_norm = Norm(s.rope_norm, w.scope("rope_norm"), s.rope_dim) if s.rope_norm else None
         sizes: dict[str, object] = {"heads": heads, "kv_rank": s.kv_rank, "rope_dim": s.rope_dim}
         sizes |= {"window": s.window, "sinks": s.sinks}
-        self.indexer = _build_indexer(s.indexer, s.q_rank or 0, w.scope("index")) if s.indexer else None
+        self.indexer = _build_indexer(s.indexer, s.q_rank or hidden, w.scope("index")) if s.indexer else None
         self._place, self._attend = self._bind(w, sizes)
         self._join = w.bind(join)
         kept = w.target.kv_dtype
-        entry = {"latent": (latent_width(s.kv_rank, s.rope_dim, kept),)}
-        self.states: dict[str, State] = {self.name: PagedState(entry, s.window, kept)}
+        self.states: dict[str, State] = {}
+        if not self._source:
+            entry = (latent_width(s.kv_rank, s.rope_dim, kept),)
+            self.states[self.name] = PagedState({"latent": entry}, s.window, kept)
         self.states |= self.indexer.states if self.indexer else {}
 
     def _bind(self, w: Weights, sizes: Mapping[str, object]) -> tuple[TensorFn | None, TensorFn]:
         """What places latents, if that is one op, and what attends to them."""
         reader = sparse_latent_attention if self.indexer else paged_latent_attention
         sizes = {**sizes, "top_k": self.indexer.top_k} if self.indexer else sizes
-        if self.rope_norm or not self.spec.rope_dim:  # what places latents norms no shared key, and needs one
+        if self._source and not self.indexer:
+            raise UnsupportedModel("latents of another layer without an indexer are not implemented")
+        # What places latents norms no shared key, and needs one.
+        if self.rope_norm or not self.spec.rope_dim or self._source:
             return None, w.bind(reader, **sizes)
         return w.bind_pair(place_latent, reader, **sizes)
 
@@ -129,34 +146,40 @@ class Mla:
         q = q.unflatten(-1, (s.num_heads, -1))
         q = self.temperature(q, batch) if self.temperature else q
         q_nope, q_rope = q.split([s.nope_dim, s.rope_dim], -1)
-        latent, k_rope = self.kv_a(x).split([s.kv_rank, s.rope_dim], -1)
+        new = self.kv_a(x).split([s.kv_rank, s.rope_dim], -1) if self.kv_a else None
         q_nope = self._add_adapters(self._map_q(q_nope, self.k_up), q_nope, is_keys=True)
-        cache, index = store[self.name]["latent"], batch.paged[group_name(s.window)]
+        cache, index = store[self._source or self.name]["latent"], batch.paged[group_name(s.window)]
         usual = {} if s.indexer else {"window": s.window, "step": batch.step if self._place else None}
         seen: dict[str, object] = {"sinks": self.sinks, **usual}
         where = (index.block_table, index.slot_mapping, batch.query_start, batch.seq_lens)
-        if self._place:
+        latent = None
+        if self._place and new:
             norm, turn = (
                 self.kv_norm.weights if self.kv_norm else None,
                 self.rope.rotation if self.rope else None,
             )
             to = (cache, index.slot_mapping, batch.positions)
-            q = self._place(q_nope, q_rope, latent, k_rope, *to, norm, turn)
-            out = self._attend(q, None, cache, *chosen, *where, s.scale, s.kv_rank, **seen)
+            q = self._place(q_nope, q_rope, *new, *to, norm, turn)
         else:
-            latent = self.kv_norm(latent) if self.kv_norm else latent
-            k_rope = self.rope_norm(k_rope) if self.rope_norm else k_rope
-            if self.rope:
-                q_rope = self.rope(q_rope, batch.positions)
-                k_rope = self.rope(k_rope[:, None], batch.positions)[:, 0]
+            latent = self._make_latent(new[0], new[1], batch) if new else None
+            q_rope = self.rope(q_rope, batch.positions) if self.rope else q_rope
             q = self._join(q_nope, q_rope) if s.rope_dim else q_nope
-            latent = self._join(latent, k_rope) if s.rope_dim else latent
-            out = self._attend(q, latent, cache, *chosen, *where, s.scale, s.kv_rank, **seen)
+        out = self._attend(q, latent, cache, *chosen, *where, s.scale, s.kv_rank, **seen)
         out = self._add_adapters(self._map_out(out, self.v_up), out)
         out = (self.head_gate(out, x) if self.head_gate else out).flatten(1)
         if self._gate:
             out = self._gate(out, self.out_gate(x) if self.out_gate else closing[0])
         return self.o(out)
+
+    def _make_latent(self, latent: Tensor, k_rope: Tensor, batch: Batch) -> Tensor:
+        """latent: [T, kv_rank], k_rope: [T, rope_dim] -> what is stored, [T, kv_rank + rope_dim]."""
+        latent = self.kv_norm(latent) if self.kv_norm else latent
+        if not self.spec.rope_dim:
+            return latent
+        k_rope = self.rope_norm(k_rope) if self.rope_norm else k_rope
+        k_rope = self.rope(k_rope[:, None], batch.positions)[:, 0] if self.rope else k_rope
+        joined: Tensor = self._join(latent, k_rope)
+        return joined
 
     def _add_adapters(self, y: Tensor, x: Tensor, *, is_keys: bool = False) -> Tensor:
         """y: [T, heads, out] of one half of the up-projection, and its x: what adapters make of it."""
@@ -169,6 +192,12 @@ class Mla:
 
 def _build_indexer(s: IndexerSpec, q_size: int, w: Weights) -> Indexer | PoolIndexer:
     return PoolIndexer(s, s.pool, q_size, w) if s.pool else Indexer(s, w, q_size)
+
+
+def _build_growth(s: MlaSpec, w: Weights) -> Temperature | None:
+    if isinstance(s, GrownMlaSpec):
+        return HeadGrowth(w.scope("growth"), s.num_heads)
+    return Temperature(s.temperature, w) if s.temperature else None
 
 
 def _halves(s: MlaSpec, w: Weights) -> tuple[Tensor | HeadRows, Tensor | HeadRows]:

@@ -92,6 +92,17 @@ ATTENTION: Mapping[str, Config] = {
         **DEEPSEEK,
         **INDEXER,
     ),
+    # Mistral Large 4: latents of earlier layers, learned frequencies, queries that grow for each head.
+    "shared-latents": make_config(
+        "MistralLarge4ForConditionalGeneration",
+        "mistral_large4_text",
+        **{key: value for key, value in DEEPSEEK.items() if key != "q_lora_rank"},
+        **INDEXER,
+        num_hidden_layers=4,
+        indexer_types=["full", "full", "shared", "full"],
+        no_rope_layers=[1, 0, 1, 0],
+        kv_source_layers=[0, 1, 0, 1],
+    ),
     "gated-input": make_config(
         "AXK2ForCausalLM",
         "axk2",

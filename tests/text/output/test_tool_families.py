@@ -234,6 +234,9 @@ FAMILIES: dict[str, list[Form]] = {
     "Mistral Small 4": [
         Form("{{ tools }}[TOOL_CALLS]f[ARGS]", "mistral_args", each("[TOOL_CALLS]{n}[ARGS]{a}"))
     ],
+    "Mistral Large 4 (text)": [
+        Form("{{ tools }}[TOOL_CALLS]f[ARGS]", "mistral_args", each("[TOOL_CALLS]{n}[ARGS]{a}"))
+    ],
     "Muse Glimmer (text)": [Form(TURNS)],
     "HRM-Text": [PLAIN],
     "Dory": [PLAIN],

@@ -377,7 +377,7 @@ def why_no_sparse(facts: OpFacts) -> str | None:
 def _sparse_latent_attention(
     cpu: Executor,
     q: Tensor,
-    latent: Tensor,
+    latent: Tensor | None,
     cache: Tensor,
     chosen: Tensor,
     block_table: Tensor,
@@ -388,7 +388,7 @@ def _sparse_latent_attention(
     kv_rank: int,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    rows, new = TensorRows.of(q), TensorRows.of(latent)
+    rows = TensorRows.of(q)
     if sinks is not None:
         dense("sinks", sinks, rows.heads)
     size, width, rest = cache.shape[1], rows.width, rows.width - kv_rank
@@ -397,17 +397,18 @@ def _sparse_latent_attention(
     check_index(block_table, slot_mapping, query_start, seq_lens)
     top_k = chosen.shape[-1]
     dense("chosen", chosen, rows.count, top_k, dtype=torch.int32)
-    same = new.count == rows.count and new.width == width and q.dim() == 3
-    if not same or latent.dim() != 2 or not 0 < kv_rank <= width:
+    same = latent is None or tuple(latent.shape) == (rows.count, width)
+    if not same or q.dim() != 3 or not 0 < kv_rank <= width:
+        sizes = "none" if latent is None else list(latent.shape)
         raise ShapeMismatch(
-            f"q {list(q.shape)} and latent {list(latent.shape)} do not fit each other with a kv_rank of "
-            f"{kv_rank}"
+            f"q {list(q.shape)} and latent {sizes} do not fit each other with a kv_rank of {kv_rank}"
         )
-    if form:
+    if latent is not None and form:
+        new = TensorRows.of(latent)
         given = (latent, new.row_bytes, cache, slot_mapping)
         parts = (kv_rank, form.group, form.rest_at, rest, form.width)
         cpu.launch(store_latent_codes, *given, *parts, rows=new.count, scratch=SCRATCH)
-    else:
+    elif latent is not None:
         store_plain(cpu, latent, cache, slot_mapping)
     out, state = cpu.empty(rows.count, rows.heads, kv_rank), 64 + -(-kv_rank // 16) * 64
     entry = cache.shape[-1] * cache.element_size()
