@@ -33,7 +33,7 @@ CAPS = {
     "kernels": 34_600,
     "llm": 630,
     "loading": 6_640,
-    "model": 5_700,
+    "model": 5_850,
     "ops": 7_620,
     "quant": 2_530,
     "runner": 6_130,
@@ -42,7 +42,7 @@ CAPS = {
     "spec": 1_040,
     "state": 2_100,
     "text": 9_540,
-    "verify": 3_200,
+    "verify": 3_230,
     "worker": 2_490,
 }
 
