@@ -45,6 +45,20 @@ def spread_heads(x: Tensor, index: Tensor, linears: Sequence[Linear], groups: in
 
 
 @op(cases=CASES)
+def map_choices(x: Tensor, index: Tensor, linears: Sequence[Linear], groups: int) -> Tensor:
+    """What each chosen expert's linear layer makes of its heads: as `collect_heads`, none of it summed.
+
+    x: [T, groups · k, d], index: [T, k] int64, linears: [groups · d] -> [n] each -> [T, k, n].
+    """
+    heads = x.unflatten(1, (groups, -1)).transpose(1, 2).flatten(2)  # [T, k, groups · d]
+    out = x.new_empty(*index.shape, linears[0].n_out)
+    for e in index.unique().tolist():
+        token, j = torch.where(index == e)
+        out[token, j] = linears[e](heads[token, j], token)
+    return out
+
+
+@op(cases=CASES)
 def collect_heads(x: Tensor, weight: Tensor, index: Tensor, linears: Sequence[Linear], groups: int) -> Tensor:
     """What each chosen expert's linear layer makes of its heads, weighed and summed by number of expert.
 
@@ -81,6 +95,12 @@ def _spread_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     return (x, index, _linears(case, sizes, dtype, device), case["groups"]), {}
 
 
+@map_choices.inputs
+def _map_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
+    (x, _, *rest), _ = _collect_inputs(case, dtype, device)
+    return (x, *rest), {}
+
+
 @collect_heads.inputs
 def _collect_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     shape = (case["tokens"], case["groups"] * case["top_k"], case["dim"])
@@ -92,7 +112,7 @@ def _collect_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
 
 @dataclass(frozen=True, slots=True)
 class StackedHeads:
-    """A variant of either op over a stack: `pack` prepares each weight at construction, `apply` runs a step.
+    """A variant of these ops over a stack: `pack` prepares each weight at construction, `apply` runs a step.
 
     `apply` is the op with an `ExpertStack` for its linear layers. Called as the op, it makes the stack first.
     """

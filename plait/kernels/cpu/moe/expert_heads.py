@@ -15,7 +15,7 @@ from plait.kernels.cpu.pointwise.copy_rows import copy_row
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import barrier, rows_of
 from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
-from plait.ops.expert_heads import collect_heads, spread_heads
+from plait.ops.expert_heads import collect_heads, map_choices, spread_heads
 from plait.ops.linear import Linear
 
 
@@ -106,5 +106,23 @@ class CollectHeads(_Sorted):
         return pairs.weigh(cpu, maps.multiply(cpu, ordered, pairs), weight)
 
 
+class MapChoices(_Sorted):
+    def __call__(self, x: Tensor, index: Tensor, linears: Sequence[Linear], groups: int) -> Tensor:
+        """See `ops.expert_heads.map_choices`."""
+        if (maps := self._find(linears)) is None:
+            made: Tensor = map_choices.reference(x, index, linears, groups)
+            return made
+        cpu, rows, k = self._cpu, TensorRows.of(x), index.shape[-1]
+        n_in, n_out = maps.first.n_in, maps.first.n_out
+        _check_pairs(index, rows.count, (rows.heads * rows.width, n_out), (n_in * k, n_out))
+        pairs, ordered = Pairs.empty(cpu, index, len(maps.addresses)), cpu.empty(rows.count * k, n_in)
+        where = (x, *rows.strides, groups, rows.width, ordered)
+        cpu.launch(pairs_of_heads, *pairs.words, *where, rows=rows.count)
+        y, out = maps.multiply(cpu, ordered, pairs), cpu.empty(rows.count, k, n_out)
+        cpu.launch(heads_of_pairs, y, pairs.places, k, 1, n_out, out, rows=rows.count)
+        return out
+
+
+map_choices.variant("native", on="cpu", when=float32_rows, native=True)(MapChoices)
 spread_heads.variant("native", on="cpu", when=float32_rows, native=True)(SpreadHeads)
 collect_heads.variant("native", on="cpu", when=float32_rows, native=True)(CollectHeads)

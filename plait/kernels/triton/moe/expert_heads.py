@@ -18,7 +18,7 @@ from plait.kernels.triton.moe.experts import TYPES, WIDE, SumStart, expert_up, u
 from plait.kernels.triton.moe.grouped_experts import add_rows
 from plait.kernels.triton.moe.moe import pack, why_not
 from plait.kernels.triton.moe.one_form import ROWS
-from plait.ops.expert_heads import StackedHeads, collect_heads, spread_heads
+from plait.ops.expert_heads import StackedHeads, collect_heads, map_choices, spread_heads
 from plait.ops.expert_stack import ExpertStack
 from plait.ops.registry import OpFacts
 
@@ -43,9 +43,21 @@ def collect(
     return add_rows(made, weight, index, SumStart(None, None))
 
 
+def map_chosen(x: Tensor, index: Tensor, stack: ExpertStack, groups: int, rows: int | None = None) -> Tensor:
+    """`map_choices` over a stack. rows: see `multiply_chosen`."""
+    index = index.contiguous()
+    heads = x.unflatten(1, (groups, -1)).transpose(1, 2).reshape(index.numel(), -1)  # [T * k, groups * d]
+    return multiply_changed(heads, stack, index, 1, rows).view(*index.shape, -1)
+
+
 def spread_in_one_form(x: Tensor, index: Tensor, stack: ExpertStack, groups: int) -> Tensor:
     """`spread`, with a form that does not depend on the number of pairs."""
     return spread(x, index, stack, groups, ROWS)
+
+
+def map_in_one_form(x: Tensor, index: Tensor, stack: ExpertStack, groups: int) -> Tensor:
+    """`map_chosen`, with a form that does not depend on the number of pairs."""
+    return map_chosen(x, index, stack, groups, ROWS)
 
 
 def collect_in_one_form(x: Tensor, weight: Tensor, index: Tensor, stack: ExpertStack, groups: int) -> Tensor:
@@ -63,6 +75,8 @@ def _why_not_one(facts: OpFacts) -> str | None:
     return why_not(facts) if facts.sizes.get("deterministic") else "deterministic was not asked for"
 
 
+map_choices.variant(NAME, on="cuda", when=_why_not_any)(StackedHeads(pack, map_chosen))
+map_choices.variant(ONE_FORM, on="cuda", when=_why_not_one)(StackedHeads(pack, map_in_one_form))
 spread_heads.variant(NAME, on="cuda", when=_why_not_any)(StackedHeads(pack, spread))
 collect_heads.variant(NAME, on="cuda", when=_why_not_any)(StackedHeads(pack, collect))
 spread_heads.variant(ONE_FORM, on="cuda", when=_why_not_one)(StackedHeads(pack, spread_in_one_form))
