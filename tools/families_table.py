@@ -88,6 +88,11 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ("mistral_large4_text",),
     ),
     ("Muse Glimmer (text)", "gated GQA, local and global, MLP", ("muse_glimmer",)),
+    (
+        "Muse Spark (text)",
+        "gated GQA, local and global, MLP or MoE of normed experts, gated residuals",
+        ("muse_spark_text",),
+    ),
     ("HRM-Text", "gated attention and MLP in two stacks in turns", ("hrm_text",)),
     (
         "Dory",

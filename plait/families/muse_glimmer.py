@@ -40,14 +40,13 @@ NORMS = {
 )
 def muse_glimmer(c: Config) -> tuple[ModelSpec, NameMap]:
     """Norms of heads have no weight; queries are multiplied by a number. GGUF has it as a weight."""
-    each, behind, count = norm(c), NormSpec(c["post_norm_eps"]), len(c["layer_types"])
-    whole = [(count - 1 - i) % PERIOD == 0 for i in range(count)]
-    kinds = c["layer_types"] if c.get("layer_words") else [FULL if one else SLIDING for one in whole]
+    each, behind = norm(c), NormSpec(c["post_norm_eps"])
+    kinds, whole = find_kinds(c)
     bare, factor = NormSpec(c["norm_eps"], weight=False), c["qk_scale_factor"]
     mixer = {kind: gqa(c, kind, qk_norm=bare if factor else each, gate=True) for kind in (FULL, SLIDING)}
     if factor:
         mixer = {kind: replace(s, scale=s.scale * factor) for kind, s in mixer.items()}
-    turns = _turns(c, [not one for one in whole])
+    turns = find_turned(c, [not one for one in whole])
     ffn = BranchSpec("ffn", mlp(c), each, behind)
     layers = [
         (BranchSpec("attn", mixer[kind] if turned else replace(mixer[kind], rope=None), each, behind), ffn)
@@ -58,7 +57,15 @@ def muse_glimmer(c: Config) -> tuple[ModelSpec, NameMap]:
     return spec, NameMap(at(TEXT_PREFIXES, _names), ignored=unused_patterns(c, *IMAGES))
 
 
-def _turns(c: Config, usual: list[bool]) -> list[bool]:
+def find_kinds(c: Config) -> tuple[list[str], list[bool]]:
+    """The kind of each layer, and which ones are whole where no config says it."""
+    count = len(c["layer_types"])
+    whole = [(count - 1 - i) % PERIOD == 0 for i in range(count)]
+    kinds = c["layer_types"] if c.get("layer_words") else [FULL if one else SLIDING for one in whole]
+    return kinds, whole
+
+
+def find_turned(c: Config, usual: list[bool]) -> list[bool]:
     """Whether each layer has positions: a base of 0 says that it has none."""
     thetas = c.get("layer_rope_theta")
     if thetas is None:

@@ -21,6 +21,13 @@ class ScaledQueriesSpec(AttentionSpec):
 
 
 @dataclass(frozen=True, slots=True)
+class NormedHeadsSpec(AttentionSpec):
+    """Each head's outputs are normed, before a gate (Muse Spark)."""
+
+    each_norm: NormSpec = NormSpec(weight=False)
+
+
+@dataclass(frozen=True, slots=True)
 class HybridHeadsSpec(Mamba1Spec):
     """Heads of attention and channels of Mamba1 in one mixer (Hymba; Dong et al. 2024): out((a + m) / 2) of
     their outputs, each normed, with values of `v_dim` numbers.

@@ -16,10 +16,10 @@ Activation = Literal["silu", "gelu", "gelu_pytorch_tanh", "relu2", "relu", "xiel
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
-    """RMS norm (Zhang & Sennrich 2019) or layer norm. `weight` False: it only scales to unit size."""
+    """RMS or layer norm. `weight` False: it only scales to unit size. scaled: weighed before it (Muse)."""
 
     eps: float = 1e-6
-    kind: Literal["rms", "layer", "length"] = "rms"  # length: to length 1, eps in a sum of squares (nGPT)
+    kind: Literal["rms", "layer", "length", "scaled"] = "rms"  # length: to 1, eps in a sum of squares (nGPT)
     weight: bool = True
 
 

@@ -21,6 +21,17 @@ class StateMoeSpec(MoeSpec):
 
 
 @dataclass(frozen=True, slots=True)
+class NormedMoeSpec(MoeSpec):
+    """A mixture in a latent space of which each expert's outputs are normed, then weighed (Muse Spark).
+
+    `enter_norm`: of what experts read; `give_norm`: of what each gives.
+    """
+
+    enter_norm: NormSpec = NormSpec()
+    give_norm: NormSpec = NormSpec(kind="scaled")
+
+
+@dataclass(frozen=True, slots=True)
 class TableMoeSpec(MoeSpec):
     """A mixture of which a table has the experts of each of `vocab_size` tokens (DeepSeek-V4)."""
 

@@ -19,7 +19,7 @@ from plait.families.common.inside import find_body, note_unread
 from plait.loading.open_model import linear_dtypes, open_model, stored_dtypes
 from tests.families import tiny
 from tests.families.parity import Memory, decoder, resolved, whole, worst
-from tests.families.tiny_latest import GLM4V, GLM_EYE, GLM_ROPE, HY_VL, LARGE4, QWEN3_VL_MOE, TEXT
+from tests.families.tiny_latest import GLM4V, GLM_EYE, GLM_ROPE, HY_VL, LARGE4, QWEN3_VL_MOE, SPARK, TEXT
 
 IDS = torch.arange(17) * 31 % 90  # below what stands for pictures and sound
 EYE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2} | {
@@ -91,6 +91,7 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
             "vision_config": GLM_EYE,
         },
     ),
+    "muse_spark": ("MuseSparkConfig", SPARK),
     "mistral_large4": ("MistralLarge4Config", LARGE4),
     "hy_v4_vl": ("HYV4VLConfig", HY_VL),
     "qwen3_vl_moe": ("Qwen3VLMoeConfig", QWEN3_VL_MOE),

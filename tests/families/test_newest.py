@@ -11,10 +11,11 @@ from torch import Tensor
 
 from plait.errors import ConfigError, UnsupportedModel
 from plait.families.common.registry import build_spec, find
+from plait.spec.attention import NormedHeadsSpec
 from plait.spec.sparse import GrownMlaSpec
 from tests.families import tiny
 from tests.families.parity import Memory, decoder, resolved, whole
-from tests.families.tiny_latest import LARGE4, TEXT
+from tests.families.tiny_latest import LARGE4, SPARK, TEXT
 
 IDS = torch.arange(17) * 31 % 97
 Model = tuple[dict[str, Any], dict[str, Tensor]]
@@ -141,3 +142,33 @@ def test_mistral_large_4_is_whole_without_its_drafts(tmp_path: Path) -> None:
     config, stored = read("mistral_large4", tmp_path)
     want = logits(config, stored)
     assert torch.equal(logits(config, {**stored, "mtp_dspark.layers.0.x.weight": torch.zeros(3)}), want)
+
+
+def spark(**changes: Any) -> dict[str, Any]:
+    return {"model_type": "muse_spark_text", **SPARK["text_config"], **changes}
+
+
+def heads(config: dict[str, Any]) -> list[NormedHeadsSpec]:
+    return [mixer for _, mixer in build_spec(config)[0].mixers() if isinstance(mixer, NormedHeadsSpec)]
+
+
+def test_every_fourth_layer_of_muse_spark_is_whole_and_has_no_positions() -> None:
+    found = heads(spark(layer_types=None, layer_rope_theta=None))
+    whole = [True, False, False, False, True]
+    assert [mixer.window is None for mixer in found] == whole
+    assert [mixer.rope is None for mixer in found] == whole
+    kinds = ["full_attention", *["sliding_attention"] * 4]
+    found = heads(spark(layer_types=kinds, layer_rope_theta=[5e5, 0, 5e5, 5e5, 5e5], rope_theta=5e5))
+    assert [mixer.window is None for mixer in found] == [True, False, False, False, False]
+    assert [mixer.rope is None for mixer in found] == [False, True, False, False, False]
+
+
+def test_layers_of_muse_spark_have_one_base() -> None:
+    with pytest.raises(UnsupportedModel, match="layer_rope_theta"):
+        build_spec(spark(layer_rope_theta=[5e5, 1e4, 0, 0, 0]))
+
+
+@pytest.mark.parametrize("key", ["moe_hidden_size", "residual_gate_temperature"])
+def test_no_other_family_ignores_keys_of_muse_spark(key: str) -> None:
+    with pytest.raises(UnsupportedModel, match=key):
+        build_spec({"model_type": "mixtral", **TEXT, "num_local_experts": 4, key: 8})

@@ -169,6 +169,35 @@ LARGE4: dict[str, Any] = {
         "patch_size": 4,
     },
 }
+SPARK: dict[str, Any] = {
+    "text_config": {
+        **MUSE["text_config"],
+        "num_hidden_layers": 5,
+        "rms_norm_eps": 1e-2,
+        "post_norm_eps": 5e-2,
+        "mlp_layer_types": ["sparse", "dense", "sparse", "sparse", "sparse"],
+        "moe_intermediate_size": 20,
+        "moe_hidden_size": 24,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "routed_scaling_factor": 1.3,
+        "residual_gate_temperature": 0.6,
+        "attention_bias": True,
+    },
+    "vision_config": {**MUSE["vision_config"], "max_position_embeddings": 4},
+    "audio_config": {
+        "patch_sizes": [4, 2],
+        "hidden_sizes": [8, 16],
+        "depths": [1, 1],
+        "num_hidden_layers": 2,
+        "out_hidden_size": 32,
+    },
+    "out_hidden_size": 64,
+    "projector_hidden_size": 8,
+    "image_token_id": 98,
+    "video_token_id": 99,
+    "audio_token_id": 97,
+}
 VARIANTS: dict[str, Variant] = {
     "mistral4": Variant(
         "Mistral4Config",
@@ -285,5 +314,6 @@ VARIANTS: dict[str, Variant] = {
     "qwen3_vl_moe": Variant("Qwen3VLMoeConfig", QWEN3_VL_MOE, model="Qwen3VLMoeForConditionalGeneration"),
     "mistral_large4": Variant("MistralLarge4Config", LARGE4, model="MistralLarge4ForConditionalGeneration"),
     "hy_v4_vl": Variant("HYV4VLConfig", HY_VL, model="HYV4VLForConditionalGeneration"),
+    "muse_spark": Variant("MuseSparkConfig", SPARK, model="MuseSparkForConditionalGeneration"),
     "glm4v": Variant("Glm4vConfig", GLM4V, model="Glm4vForConditionalGeneration"),
 }

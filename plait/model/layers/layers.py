@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.weights import Weights
+from plait.errors import UnsupportedModel
 from plait.ops import norm
-from plait.ops.activation import activate, combine, rescale
+from plait.ops.activation import activate, combine, multiply, rescale
 from plait.ops.linear import Linear
 from plait.ops.low_rank import AdapterRows
 from plait.ops.place import NormWeights, Rotation
@@ -140,22 +141,28 @@ class Norm:
         if s.kind == "length":
             count = size // groups
             self.weight, self.eps = self.weight * count**-0.5, s.eps / count
+        self._before = self.weight if s.kind == "scaled" else None
+        if self._before is not None:
+            self.weight = _ones(size, w)
         # An RMS norm has no bias, a norm without a weight neither: one in the file is left over, and refused.
         self.bias = w.optional("bias", (size,), torch.float32) if s.kind == "layer" and s.weight else None
         self._rms = w.bind(norm.rms_norm, size=size)
         self._add_rms = w.bind(norm.add_rms_norm, size=size)
-        self._combine = w.bind(combine)
+        self._combine, self._multiply = w.bind(combine), w.bind(multiply)
         self._layer = w.bind(norm.layer_norm, size=size) if s.kind == "layer" else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [..., size] -> the same shape."""
+        """x: [..., size], of a scaled norm [T, size] -> the same shape."""
         if self._layer:
             return self._layer(x, self.weight, self.bias, self.eps, self.groups)  # type: ignore[no-any-return]
+        x = x if self._before is None else self._multiply(x, self._before.expand(x.shape))
         return self._rms(x, self.weight, self.eps, self.groups)  # type: ignore[no-any-return]
 
     @property
     def weights(self) -> NormWeights:
-        """For ops that norm and do more."""
+        """For ops that norm and do more. Raises UnsupportedModel for a scaled norm."""
+        if self._before is not None:
+            raise UnsupportedModel("a norm that scales before it norms is not implemented here")
         return NormWeights(self.weight, self.bias, self.eps, self.spec.kind == "layer")
 
     def add(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -165,7 +172,7 @@ class Norm:
         """
         if delta is None:
             return x, self(x)
-        if self._layer:
+        if self._layer or self._before is not None:
             x = self._combine(x, delta, 1.0)
             return x, self(x)
         return self._add_rms(x, delta, self.weight, self.eps)  # type: ignore[no-any-return]

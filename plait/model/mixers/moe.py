@@ -195,7 +195,7 @@ def build_shares(s: MoeSpec, w: Weights, name: str = "") -> list[ExpertShare]:
     """The shares of a rank, each with its part of the experts below `name`."""
     rank = w.target.comm.rank
     own, here = rank.own_shares, w.scope(name) if name else w
-    views = [_share_of(s, here.for_share(number)) for number in own] if rank.shares else [(s, here)]
+    views = [share_of(s, here.for_share(number)) for number in own] if rank.shares else [(s, here)]
     return [
         ExpertShare(part, view, _experts_of(s, rank, number))
         for number, (part, view) in zip(own, views, strict=True)
@@ -209,7 +209,7 @@ def _experts_of(s: MoeSpec, rank: Rank, share: int) -> Range:
     return s.num_experts * share // rank.num_shares, s.num_experts * (share + 1) // rank.num_shares
 
 
-def _share_of(s: MoeSpec, w: Weights) -> tuple[MoeSpec, Weights]:
+def share_of(s: MoeSpec, w: Weights) -> tuple[MoeSpec, Weights]:
     """The spec with the sizes of the share that `w` has the weights of."""
     sizes = {name: w.find_cut(f"{name}.down") for name in ("experts.0", "shared")}
     found = {name: width(cut.cols[0][0]) for name, cut in sizes.items() if cut and cut.cols}

@@ -103,6 +103,21 @@ ATTENTION: Mapping[str, Config] = {
         no_rope_layers=[1, 0, 1, 0],
         kv_source_layers=[0, 1, 0, 1],
     ),
+    # Muse Spark: experts of which each is normed before it is weighed, heads with norms behind them.
+    "normed-experts": make_config(
+        "MuseSparkForConditionalGeneration",
+        "muse_spark_text",
+        head_dim=8,
+        num_hidden_layers=4,
+        sliding_window=WINDOW,
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+        num_local_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=20,
+        moe_hidden_size=24,
+        layer_rope_theta=[5e5, 5e5, 5e5, 0],
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+    ),
     "gated-input": make_config(
         "AXK2ForCausalLM",
         "axk2",

@@ -54,7 +54,7 @@ NO_ARCHITECTURE = (
     *("zamba2", "zamba2_plain", "olmo_hybrid", "olmo_hybrid_nope", "recurrent_gemma", "recurrent_gemma_wide"),
     *("ministral", "qwen2_window", "gpt_oss_plain", "smollm3", "starcoder2", "cohere2_plain"),
     *("falcon_mamba", "minimax_factors", "mistral4", "hrm_text", "muse_glimmer", *tiny_mixers.VARIANTS),
-    *("dory", "dory_once", "sarvam_mla", "lara_mini", "glm4v", "hy_v4_vl", "mistral_large4"),
+    *("dory", "dory_once", "sarvam_mla", "lara_mini", "glm4v", "hy_v4_vl", "mistral_large4", "muse_spark"),
     *({*tiny_inside.VARIANTS} - SAYABLE),
     *({*tiny_dense.VARIANTS, *tiny_moe.VARIANTS, *tiny_more.VARIANTS, *tiny_plain.VARIANTS} - SAYABLE),
 )

@@ -238,6 +238,7 @@ FAMILIES: dict[str, list[Form]] = {
         Form("{{ tools }}[TOOL_CALLS]f[ARGS]", "mistral_args", each("[TOOL_CALLS]{n}[ARGS]{a}"))
     ],
     "Muse Glimmer (text)": [Form(TURNS)],
+    "Muse Spark (text)": [Form(TURNS)],
     "HRM-Text": [PLAIN],
     "Dory": [PLAIN],
     "Maincoder": [Form(TURNS)],
