@@ -82,17 +82,9 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Beam", "gated GQA, local and global, MoE", ("beam",)),
     ("Ministral 3, Devstral 2", "GQA, queries that grow with position, MLP", ("ministral3",)),
     ("Mistral Small 4", "MLA, queries that grow with position, MoE", ("mistral4",)),
-    (
-        "Mistral Large 4 (text)",
-        "MLA with indexers over latents that layers share, MoE",
-        ("mistral_large4_text",),
-    ),
+    ("Mistral Large 4 (text)", "MLA with indexers over shared latents, MoE", ("mistral_large4_text",)),
     ("Muse Glimmer (text)", "gated GQA, local and global, MLP", ("muse_glimmer",)),
-    (
-        "Muse Spark (text)",
-        "gated GQA, local and global, MLP or MoE of normed experts, gated residuals",
-        ("muse_spark_text",),
-    ),
+    ("Muse Spark (text)", "gated GQA, local and global, MoE, gated residuals", ("muse_spark_text",)),
     ("HRM-Text", "gated attention and MLP in two stacks in turns", ("hrm_text",)),
     (
         "Dory",
