@@ -130,6 +130,7 @@ def listing(*instructions: str) -> str:
 def test_what_is_read_before_the_kernels_before_have_ended_is_a_fault() -> None:
     start = ("LDC R1, c[0x0][0x28]", "S2R R9, SR_TID.X", "CCTL.E.PF2 [R2]")
     assert find_early(listing(*start, "ACQBULK", "@P0 BRA `(.L_x_0)", "LDG.E R0, [R4]")) == []
+    assert find_early(listing(*start, "STL.64 [R1], R2", "LDL R2, [R1]", "ACQBULK")) == []
     for text, name in (
         ("LDG.E R0, [R4]", "LDG"),
         ("@!P0 LDGSTS.E [R3], [R4]", "LDGSTS"),
