@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
+from plait.checkpoint.adapters.adapter_file import AdapterFile, FactorPair
 from plait.errors import UnsupportedModel, UnusedTensor
 from plait.families.common.inside import find_body, note_unread
 from plait.families.common.registry import build_spec
+from plait.loading.adapters.place import match_adapter
 from plait.spec.model import AttentionSpec
 from tests.families import tiny
 from tests.families.parity import Memory, decoder, resolved, whole, worst
@@ -84,6 +87,26 @@ def test_names_of_files_and_of_memory_are_read(name: str, tmp_path: Path) -> Non
     for stored in (files, dict(model.state_dict())):
         (note,) = check(config, stored, answer(model))
         assert note.startswith("text alone: ")
+
+
+@pytest.mark.parametrize("name", ["ernie_vl", "granite4_vision", "glm_ocr", "qwen3_vl", "paddleocr"])
+def test_an_adapter_may_have_names_of_files_or_of_memory(name: str, tmp_path: Path) -> None:
+    """As it was trained by an older or a newer transformers, whatever names the files have."""
+    config, model, files = make(*WRAPPERS[name], tmp_path)
+    memory = dict(model.state_dict())
+    where = "layers.1.self_attn.q_proj.weight"
+    bodies = ("model.", "model.language_model.", "language_model.model.")
+    weight = next(tensor for key, tensor in memory.items() if key.endswith(f"language_model.{where}"))
+    pair = FactorPair(torch.zeros(2, weight.shape[1]), torch.zeros(weight.shape[0], 2), 1.0)
+    for stored in (files, memory):
+        opened: Any = SimpleNamespace(resolved=resolved(Memory(stored), config), metadata=None)
+        for body in bodies:
+            match = match_adapter(opened, AdapterFile(tmp_path, "hf", {f"{body}{where}": pair}, ""))
+            assert match.take("layers.1.attn.q") is not None
+            match.check_all_used()
+        eyes = AdapterFile(tmp_path, "hf", {"model.visual.blocks.0.attn.qkv.weight": pair}, "")
+        with pytest.raises(UnusedTensor, match=r"visual.blocks.0.attn.qkv"):
+            match_adapter(opened, eyes).check_all_used()
 
 
 @pytest.mark.parametrize("name", TALKERS)

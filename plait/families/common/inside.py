@@ -46,7 +46,7 @@ class Inside(NameMap):
     """A family's names below `body`. Tensors next to it may stay unused: they are of pictures and sound."""
 
     def __init__(self, names: NameMap, body: str) -> None:
-        self._names, self._body = names, body
+        self.own, self._body = names, body
         kept = "|".join((re.escape(body), *(rf"(?:{re.escape(THINKER)})?{head}\b" for head in _HEADS)))
         others = rf"^(?!{kept})"
         self.beside, self.ignored = _add(others, names.beside), _add(others, names.ignored)
@@ -54,9 +54,9 @@ class Inside(NameMap):
     def resolve(self, name: str, present: Container[str] | None = None) -> tuple[Source, dict[str, str]]:
         """As the family's, where the checkpoint has it."""
         if present is None:
-            return self._names.resolve(name)
+            return self.own.resolve(name)
         alone = _TextAlone(self._body, present)
-        source, fields = self._names.resolve(name, alone)
+        source, fields = self.own.resolve(name, alone)
         if isinstance(source, str):
             return alone.find(source), fields
         return replace(source, sources=tuple(map(alone.find, source.sources))), fields
@@ -64,6 +64,16 @@ class Inside(NameMap):
 
 def _add(pattern: str, own: re.Pattern[str] | None) -> re.Pattern[str]:
     return re.compile(f"{pattern}|(?:{own.pattern})" if own else pattern)
+
+
+def follow_body(names: NameMap, tensors: Iterable[str]) -> NameMap:
+    """A model's names as those of an adapter's tensors are: it may have another body than the model's files.
+
+    Files keep names of old, and transformers trains with new ones.
+    """
+    own = names.own if isinstance(names, Inside) else names
+    body = find_body(tensors)
+    return own if body is None else Inside(own, body)
 
 
 def leave_out_beside(names: NameMap, tensors: Iterable[str]) -> list[str]:

@@ -23,6 +23,7 @@ from plait.checkpoint.weights import Target
 from plait.config import EngineConfig
 from plait.engine.adapters import AdapterTable, no_adapters, parse_named
 from plait.errors import BadFile, ConfigError, MissingTensor, UnsupportedFormat, list_some
+from plait.families.common.inside import follow_body
 from plait.families.common.resolved import Resolved
 from plait.families.gguf.adapter_orders import find_orders
 from plait.kernels.load import allocate_packed
@@ -72,7 +73,8 @@ def match_adapter(opened: AdaptableModel, file: AdapterFile) -> AdapterMatch:
     is_gguf = metadata is not None and not is_own(metadata)
     if file.naming == "hf":
         orders = find_orders(resolved, file.path) if is_gguf else {}
-        return AdapterMatch(file, resolved.hf_names or resolved.names, orders)
+        names = follow_body(resolved.hf_names or resolved.names, file.pairs)
+        return AdapterMatch(file, names, orders)
     if not is_gguf or metadata is None:
         raise UnsupportedFormat(
             f"{file.path}: a GGUF adapter is for a model in GGUF, and {opened.files.name} is none; use the "
