@@ -58,6 +58,7 @@ from plait.convert.plan.source import Model, Numbers, check_complete
 from plait.convert.plan.storage import BlockStorage, Mxfp4Stack, StorageForm
 from plait.convert.plan.tensor_plan import Made
 from plait.errors import CheckpointError, ConfigError, UnsupportedModel
+from plait.families.common.inside import note_unread
 from plait.families.resolve import UNEQUAL, parse_override, resolve
 from plait.loading.adapters.merge import MergedGguf, MergedSafetensors
 from plait.loading.adapters.place import open_adapter
@@ -155,7 +156,20 @@ def convert_model(order: Order, progress: Progress) -> ConversionResult:
             "%d tensors were quantized before and are so anew: from the plain weights it would be better",
             choice.recoded,
         )
-    return ConversionResult(order.out, form, opened.nbytes, nbytes, dict(choice.counts), plan.notes)
+    source_nbytes, notes = _describe_source(opened, plan)
+    return ConversionResult(order.out, form, source_nbytes, nbytes, dict(choice.counts), notes)
+
+
+def _describe_source(opened: Opened, plan: ConversionPlan) -> tuple[int, tuple[str, ...]]:
+    """(bytes of the tensors that the output is made of, the plan's notes and one on those left out).
+
+    A copy under the checkpoint's names also has what sees or hears next to a text model.
+    """
+    checkpoint = opened.checkpoint
+    if isinstance(plan.numbers, Copied | PassthroughTarget):
+        return sum(map(checkpoint.nbytes, checkpoint.names())), plan.notes
+    left_out = note_unread(opened.resolved.names, checkpoint.names(), "written")
+    return opened.nbytes, (*plan.notes, *left_out)
 
 
 def merge_adapter(opened: Opened, path: Path) -> Opened:

@@ -81,11 +81,14 @@ def leave_out_beside(names: NameMap, tensors: Iterable[str]) -> list[str]:
     return [name for name in tensors if not names.is_beside(name)]
 
 
-def note_unread(names: NameMap, tensors: Iterable[str]) -> list[str]:
-    """A line for a reader on the tensors next to a text model, or none where there is no more than it."""
+def note_unread(names: NameMap, tensors: Iterable[str], what: str = "read") -> list[str]:
+    """A line for a reader on the tensors next to a text model, or none where there is no more than it.
+
+    what: is not done with them, as a participle.
+    """
     beside = [name for name in tensors if names.is_beside(name)]
     parts = ", ".join(dict.fromkeys(map(_part_of, beside)))
-    return [f"text alone: {len(beside)} tensors of {parts} are not read"] if beside else []
+    return [f"text alone: {len(beside)} tensors of {parts} are not {what}"] if beside else []
 
 
 def _part_of(name: str) -> str:

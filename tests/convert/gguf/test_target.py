@@ -126,6 +126,19 @@ def test_every_model_becomes_gguf_and_safetensors_again(name: str, tmp_path: Pat
         }
 
 
+def test_what_is_next_to_a_text_model_is_copied_or_named_as_left_out(tmp_path: Path) -> None:
+    model = made("qwen3_vl", tmp_path)
+    files = load_file(model / "model.safetensors")
+    sizes = {name: tensor.nbytes for name, tensor in files.items()}
+    eyes = [name for name in files if "visual" in name]
+    told = run(model, tmp_path / "a.gguf")
+    assert told.notes == (f"text alone: {len(eyes)} tensors of visual are not written",)
+    assert told.source_nbytes == sum(sizes.values()) - sum(sizes[name] for name in eyes)
+    told = run(model, tmp_path / "b")
+    assert told.notes == ()
+    assert told.source_nbytes == told.nbytes == sum(sizes.values())
+
+
 def test_the_nano_hybrid_both_ways(nano_hybrid: Path, tmp_path: Path) -> None:
     told = run(nano_hybrid, tmp_path / "a.gguf")
     assert told.notes == (
