@@ -207,3 +207,13 @@ def test_what_a_scaling_cannot_do_without_is_named(files: Files, kind: str, key:
     config["rope_parameters"] |= {} if key == "factor" else {"factor": 2.0}
     with pytest.raises(IncompleteConfig, match=f"rope_type '{kind}' need '{key}', which the config"):
         resolved(Memory(tensors), config)
+
+
+def test_a_tensor_of_q_k_and_v_has_no_rows_that_the_config_does_not_list(tmp_path: Path) -> None:
+    """Heads of keys that Persimmon has not would take rows of others, in silence."""
+    tiny.write("persimmon", tmp_path)
+    config, tensors, _ = tiny.read(tmp_path)
+    checkpoint = Memory(tensors)
+    found = resolved(checkpoint, {**config, "num_key_value_heads": 2})
+    with pytest.raises(ShapeMismatch, match=r"query_key_value.* rows, of which the config lists"):
+        decoder(found, checkpoint)

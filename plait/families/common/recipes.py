@@ -220,14 +220,22 @@ def split_qkv(c: Config, ours: str, theirs: str) -> dict[str, Source]:
 
 
 def split_rows(ours: str, theirs: str, rows: Mapping[str, Tensor]) -> dict[str, Source]:
-    """Linear layers of one tensor, each with the rows of theirs that `rows` lists under its name."""
+    """Linear layers of one tensor, each with the rows of theirs that `rows` lists under its name.
+
+    Together they are all of its rows: of another number a config is wrong, and its recipe raises ValueError.
+    """
     back = torch.cat(list(rows.values())).argsort()
 
     def join(*parts: Tensor) -> Tensor:
         return torch.cat(parts)[back]
 
     def pick(index: Tensor) -> Callable[..., Stored]:
-        return lambda w, **_: pick_rows(w, index)
+        def picked(w: Stored, **_: str) -> Stored:
+            if w.shape[0] != len(back):
+                raise ValueError(f"{w.shape[0]} rows, of which the config lists {len(back)}")
+            return pick_rows(w, index)
+
+        return picked
 
     return {
         f"{ours}.{x}.{suffix}": Derived(
