@@ -69,7 +69,7 @@ def _names(c: Config) -> Rules:
     halves = {x: half(i, f"{BLOCK}.mlp.ff_proj.weight") for i, x in enumerate(("up", "gate"))}
     place = "post_norm" if c["norm_after"] else "norm"
     return {
-        "embed.weight": (part(0, sizes, "model.embed_tokens.weight"), both, part(0, sizes, table)),
+        "embed.weight": (part(0, sizes, "model.embed_tokens.weight"), both, table),
         "norm": ("model.norm", "model.transformer.ln_f"),
         "head": "lm_head",
         f"{attn}.{place}": (f"{L}.input_layernorm", f"{BLOCK}.attn_norm"),

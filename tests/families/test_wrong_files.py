@@ -209,11 +209,14 @@ def test_what_a_scaling_cannot_do_without_is_named(files: Files, kind: str, key:
         resolved(Memory(tensors), config)
 
 
-def test_a_tensor_of_q_k_and_v_has_no_rows_that_the_config_does_not_list(tmp_path: Path) -> None:
-    """Heads of keys that Persimmon has not would take rows of others, in silence."""
-    tiny.write("persimmon", tmp_path)
+@pytest.mark.parametrize(("name", "fused"), [("persimmon", "query_key_value"), ("phi3", "qkv_proj")])
+def test_a_tensor_of_q_k_and_v_has_no_rows_that_the_config_does_not_list(
+    name: str, fused: str, tmp_path: Path
+) -> None:
+    """Heads of keys that a model has not would take rows of others, in silence."""
+    tiny.write(name, tmp_path)
     config, tensors, _ = tiny.read(tmp_path)
     checkpoint = Memory(tensors)
-    found = resolved(checkpoint, {**config, "num_key_value_heads": 2})
-    with pytest.raises(ShapeMismatch, match=r"query_key_value.* rows, of which the config lists"):
+    found = resolved(checkpoint, {**config, "num_key_value_heads": 1 if name == "phi3" else 2})
+    with pytest.raises(ShapeMismatch, match=rf"{fused}.* rows, of which the config lists"):
         decoder(found, checkpoint)

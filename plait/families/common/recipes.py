@@ -122,10 +122,23 @@ def reorder_rows(order: Tensor, source: str) -> Derived:
 
 
 def part(index: int, sizes: Sequence[int], source: str) -> Derived:
-    """Some of the rows of what is stored as one tensor, one part behind the other, of these sizes."""
-    start = sum(sizes[:index])
-    stop = start + sizes[index]
-    return Derived(lambda w, **_: take_rows(w, start, stop), (source,), (Back(at=index, of=len(sizes)),))
+    """Some of the rows of what is stored as one tensor, one part behind the other, of these sizes.
+
+    Together they are all of its rows: of another number a config is wrong, and the recipe raises ValueError.
+    """
+    start, total = sum(sizes[:index]), sum(sizes)
+
+    def taken(w: Stored, **_: str) -> Stored:
+        check_rows(w, total)
+        return take_rows(w, start, start + sizes[index])
+
+    return Derived(taken, (source,), (Back(at=index, of=len(sizes)),))
+
+
+def check_rows(w: Stored, total: int) -> None:
+    """Raises ValueError if a tensor has other rows than the config lists."""
+    if w.shape[0] != total:
+        raise ValueError(f"{w.shape[0]} rows, of which the config lists {total}")
 
 
 def exp_rounded(x: Tensor) -> Tensor:
@@ -231,8 +244,7 @@ def split_rows(ours: str, theirs: str, rows: Mapping[str, Tensor]) -> dict[str, 
 
     def pick(index: Tensor) -> Callable[..., Stored]:
         def picked(w: Stored, **_: str) -> Stored:
-            if w.shape[0] != len(back):
-                raise ValueError(f"{w.shape[0]} rows, of which the config lists {len(back)}")
+            check_rows(w, len(back))
             return pick_rows(w, index)
 
         return picked
