@@ -8,7 +8,7 @@ from plait.families.common.recipes import either, expert_tensors, flat, transfor
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, norm, require, rope
 from plait.families.config.normalize import FULL, ROPES, Config
-from plait.families.moe_kin import FFN, MLP, SHARED, build_shared_moe, mark_sparse_layers
+from plait.families.moe_kin import ERNIE, FFN, MLP, SHARED, build_shared_moe, mark_sparse_layers
 from plait.quant.weight import as_tensor
 from plait.spec.model import BranchSpec, ModelSpec, RouterSpec
 
@@ -21,17 +21,7 @@ EYES = (r"^(model\.)?(vision_model|vision_tower|resampler_model)\.", r"\.mlp\.(v
     "Ernie4_5_VLMoeForConditionalGeneration",
     "Ernie4_5_VL_MoeForConditionalGeneration",
     model_types=("ernie4_5_vl_moe_text", "ernie4_5_vl_moe", "ernie4_5_moe_vl"),
-    defaults={
-        "norm_eps": 1e-5,
-        "hidden_act": "silu",
-        "rope_theta": 5e5,
-        "moe_norm_min": 1e-12,
-        "num_experts_per_tok": 6,
-        "num_shared_experts": 2,
-        "moe_layer_start_index": 1,
-        "moe_layer_interval": 1,
-        "tie_word_embeddings": True,
-    },
+    defaults={**ERNIE, "num_shared_experts": 2},
 )
 def ernie_vl(c: Config) -> tuple[ModelSpec, NameMap]:
     """ERNIE 4.5 VL (text): sections of a head, which images turn each by its own position, turn alike.

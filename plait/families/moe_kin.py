@@ -197,19 +197,22 @@ def mellum(c: Config) -> tuple[ModelSpec, NameMap]:
     return build_shared_moe(c, "mellum", attns, RouterSpec(renormalize=c["norm_topk_prob"]))
 
 
+ERNIE = {
+    "norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "rope_theta": 5e5,
+    "moe_norm_min": 1e-12,
+    "num_experts_per_tok": 6,
+    "moe_layer_start_index": 1,
+    "moe_layer_interval": 1,
+    "tie_word_embeddings": True,
+}
+
+
 @family(
     *("Ernie4_5_MoeForCausalLM", "Ernie4_5MoeForCausalLM"),
     model_types=("ernie4_5_moe",),
-    defaults={
-        "norm_eps": 1e-5,
-        "hidden_act": "silu",
-        "rope_theta": 5e5,
-        "moe_norm_min": 1e-12,
-        "num_experts_per_tok": 6,
-        "moe_layer_start_index": 1,
-        "moe_layer_interval": 1,
-        "tie_word_embeddings": True,
-    },
+    defaults=ERNIE,
 )
 def ernie_moe(c: Config) -> tuple[ModelSpec, NameMap]:
     """ERNIE 4.5 with experts: softmax scores with a correction bias; a few dense layers first."""

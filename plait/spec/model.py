@@ -16,7 +16,7 @@ Activation = Literal["silu", "gelu", "gelu_pytorch_tanh", "relu2", "relu", "xiel
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
-    """RMS norm (Zhang & Sennrich 2019; "scaled": weights come before it) or layer norm. `weight` False: 1."""
+    """RMS norm (Zhang & Sennrich 2019; "scaled": of x times weight) or layer norm. `weight` False: none."""
 
     eps: float = 1e-6
     kind: Literal["rms", "layer", "length", "scaled"] = "rms"  # length: to 1, eps in a sum of squares (nGPT)

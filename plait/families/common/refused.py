@@ -14,18 +14,8 @@ DRAFTER = "it drafts for another model and reads that model's keys, so it does n
 # reason -> model types
 _REASONS: Mapping[str, tuple[str, ...]] = {
     ENCODER_DECODER: (
-        *(
-            "encoder-decoder",
-            "fsmt",
-            "led",
-            "longt5",
-            "m2m_100",
-            "mt5",
-            "nllb-moe",
-            "pegasus_x",
-            "pix2struct",
-        ),
-        *("seamless_m4t", "switch_transformers", "t5", "t5gemma", "t5gemma2", "udop", "umt5"),
+        *("encoder-decoder", "fsmt", "led", "longt5", "m2m_100", "mt5", "nllb-moe", "pegasus_x"),
+        *("pix2struct", "seamless_m4t", "switch_transformers", "t5", "t5gemma", "t5gemma2", "udop", "umt5"),
     ),
     "it predicts several tokens at once by streams of their own, which are not implemented": (
         *("prophetnet", "xlm-prophetnet"),
