@@ -23,9 +23,11 @@ from plait.spec.model import AttentionSpec
 from tests.families import tiny
 from tests.families.parity import Memory, decoder, resolved, whole, worst
 from tests.families.test_inside import EYE, IDS
+from tests.families.tiny import MLA
 from tests.families.tiny_inside import ERNIE, QWEN2_OMNI, QWEN3_OMNI, WRAPPERS
 from tests.families.tiny_latest import TEXT
 
+ONE_GROUP = {"n_shared_experts": 1, "n_group": 1, "topk_group": 1}
 QWEN3 = {"model_type": "qwen3", **TEXT, "head_dim": 8}
 SAM = {
     "hidden_size": 16,
@@ -47,6 +49,13 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qianfan_ocr": (
         "QianfanOCR",
         {"text_config": QWEN3, "vision_config": {**EYE, "image_size": [8, 8], "patch_size": [4, 4]}},
+    ),
+    "kimi_k25": (
+        "Kimi_K25",
+        {
+            "text_config": {"model_type": "deepseek_v3", **TEXT, **MLA, "q_lora_rank": 12, **ONE_GROUP},
+            "vision_config": {**EYE, "patch_size": 4},
+        },
     ),
 }
 TALKERS = {"qwen2_5_omni": ("Qwen2_5Omni", QWEN2_OMNI), "qwen3_omni": ("Qwen3OmniMoe", QWEN3_OMNI)}
@@ -79,12 +88,11 @@ def answer(model: Any) -> Tensor:
 @pytest.mark.parametrize("name", {**WRAPPERS, **OTHERS})
 def test_names_of_files_and_of_memory_are_read(name: str, tmp_path: Path) -> None:
     config, model, files = make(*{**WRAPPERS, **OTHERS}[name], tmp_path)
-    if name == "qianfan_ocr":  # as published: transformers writes layers of the text as if they were eyes
-        files = {
-            key.replace("language_model.model.encoder.", "language_model.model."): t
-            for key, t in files.items()
-        }
-    for stored in (files, dict(model.state_dict())):
+    # As published: transformers writes layers of these texts as if they were eyes.
+    theirs = {"qianfan_ocr": ".encoder.layers.", "kimi_k25": ".blocks."}.get(name, ".layers.")
+    text = "language_model.model"
+    published = {key.replace(f"{text}{theirs}", f"{text}.layers."): t for key, t in files.items()}
+    for stored in (files, published, dict(model.state_dict())):
         (note,) = check(config, stored, answer(model))
         assert note.startswith("text alone: ")
 

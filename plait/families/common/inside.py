@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Container, Iterable
 from dataclasses import replace
 
 from plait.checkpoint.names import NameMap, Source
@@ -16,6 +16,8 @@ BODIES = (
 THINKER = "thinker."  # what writes text, next to what talks
 _HEADS = ("lm_head", "score", "classifier")  # next to the body, of the whole model
 _TOP = "model."  # where a text model alone has its layers
+# Layers as transformers saves them: its renames of eyes (Kimi K2.5, Qianfan-OCR) meet texts, too.
+_SAVED_AS = (".blocks.", ".encoder.layers.")
 _IN_LAYER = re.compile(r"^(?:model\.)?(?:language_model\.)?layers\.\d+\.(\w+\.\w+)")
 
 
@@ -37,6 +39,7 @@ class _TextAlone:
     def find(self, name: str) -> str:
         """Theirs, of a name as a text model alone has it."""
         ways = [f"{self._body}{name}", f"{self._body}{name.removeprefix(_TOP)}"]
+        ways += [f"{self._body}{name}".replace(".layers.", other, 1) for other in _SAVED_AS]
         if self._body.startswith(THINKER):
             ways.append(f"{THINKER}{name}")  # its head
         return next((way for way in ways if way in self._present), name)
@@ -74,6 +77,18 @@ def follow_body(names: NameMap, tensors: Iterable[str]) -> NameMap:
     own = names.own if isinstance(names, Inside) else names
     body = find_body(tensors)
     return own if body is None else Inside(own, body)
+
+
+def find_in_files(name: str, present: Collection[str]) -> str:
+    """The name that a model's files have for an adapter's tensor: their text model may have another body.
+
+    The same name where they have no such tensor.
+    """
+    own = find_body((name,))
+    alone = name.removeprefix(own) if own else name
+    files = _TextAlone(find_body(present) or "", present)
+    ways = (name, alone, f"{_TOP}{alone}", alone.removeprefix(_TOP))
+    return next((found for way in ways if (found := files.find(way)) in present), name)
 
 
 def leave_out_beside(names: NameMap, tensors: Iterable[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 from plait.checkpoint.adapters.adapter_file import AdapterFile
 from plait.checkpoint.readers.gguf import GgufFile
 from plait.checkpoint.readers.safetensors import SafetensorsFiles
-from plait.errors import ShapeMismatch, UnsupportedFormat, UnusedTensor, list_some
+from plait.errors import BadFile, ShapeMismatch, UnsupportedFormat, UnusedTensor, list_some
+from plait.families.common.inside import find_in_files
 from plait.quant.fp4 import Fp4
 from plait.quant.gguf import Gguf
 
@@ -21,8 +23,8 @@ class MergedSafetensors(SafetensorsFiles):
 
     def __init__(self, *paths: Path, index: Mapping[str, str] | None, adapter: AdapterFile) -> None:
         super().__init__(*paths, index=index)
-        self._adapter = adapter
-        check_adapter(self, adapter, "hf")
+        self._adapter = follow_names(self, adapter)
+        check_adapter(self, self._adapter, "hf")
 
     def read(self, name: str) -> Tensor:
         """The sum, rounded to the dtype of the file."""
@@ -41,6 +43,16 @@ class MergedGguf(GgufFile):
         """The sum, rounded to the dtype of the file."""
         value = super().read(name)
         return add_change(value, name, self._adapter) if isinstance(value, Tensor) else value
+
+
+def follow_names(files: SafetensorsFiles, adapter: AdapterFile) -> AdapterFile:
+    """The adapter with the names of the files. Raises BadFile where it has one tensor under two names."""
+    present = frozenset(files.names())
+    names = {name: find_in_files(name, present) for name in adapter.pairs}
+    if len(set(names.values())) < len(names):
+        twice = sorted(name for name in names if list(names.values()).count(names[name]) > 1)
+        raise BadFile(f"{adapter.path}: these are one tensor of the model: {list_some(twice, 4)}")
+    return replace(adapter, pairs={names[name]: pair for name, pair in adapter.pairs.items()})
 
 
 def check_adapter(files: SafetensorsFiles | GgufFile, adapter: AdapterFile, naming: str) -> None:

@@ -1,16 +1,19 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from plait.checkpoint.adapters.gguf_adapter import open_gguf
+from plait.checkpoint.adapters.peft import open_peft
 from plait.convert.convert import Order, convert_model
 from plait.errors import BadFile, ShapeMismatch, UnsupportedFormat, UnusedTensor
 from plait.llm.llm import LLM
+from plait.loading.adapters.merge import MergedSafetensors
 from tests.families.as_gguf import permuted
 from tests.loading.adapters.made import linear_modules, write_llama, write_peft
 from tests.loading.adapters.test_place import OPTIONS, scores
@@ -110,3 +113,40 @@ def test_gguf_file_that_is_no_adapter_is_one_line(tmp_path: Path) -> None:
         with pytest.raises(error) as found:
             open_gguf(write_gguf(tmp_path / "y", tensors, alpha, kind), 8)
         assert "\n" not in str(found.value)
+
+
+def test_an_adapter_is_merged_under_older_and_newer_names_of_a_text_model_inside_another(
+    tmp_path: Path,
+) -> None:
+    """Files of Qwen2.5-VL have names of transformers 4; adapters are trained with those of 5."""
+    tensors = write_llama(tmp_path / "base")
+    module = "model.layers.1.self_attn.q_proj"
+    write_peft(tmp_path / "a", tensors, [module, "lm_head"])
+    stored = {
+        "old": {name.replace("model.", "language_model.model.", 1): t for name, t in tensors.items()},
+        "new": {name.replace("model.", "model.language_model.", 1): t for name, t in tensors.items()},
+    }
+    for form, files in stored.items():
+        files["model.visual.proj.weight"] = torch.ones(3)
+        save_file(files, tmp_path / f"{form}.safetensors")
+        for other in ("language_model.model.", "model.language_model.", "model."):
+            adapter = open_peft(tmp_path / "a", 8)
+            renamed = {name.replace("model.", other, 1): pair for name, pair in adapter.pairs.items()}
+            merged = MergedSafetensors(
+                tmp_path / f"{form}.safetensors", index=None, adapter=replace(adapter, pairs=renamed)
+            )
+            changed = [name for name, value in files.items() if not torch.equal(merged.read(name), value)]
+            assert len(changed) == 2
+            assert all(
+                name.endswith(("layers.1.self_attn.q_proj.weight", "lm_head.weight")) for name in changed
+            )
+
+
+def test_an_adapter_with_one_tensor_under_two_names_is_refused(tmp_path: Path) -> None:
+    tensors = write_llama(tmp_path / "base")
+    write_peft(tmp_path / "a", tensors, ["lm_head"])
+    adapter = open_peft(tmp_path / "a", 8)
+    (pair,) = adapter.pairs.values()
+    twice = replace(adapter, pairs={"lm_head.weight": pair, "language_model.lm_head.weight": pair})
+    with pytest.raises(BadFile, match=r"one tensor of the model: .*language_model.lm_head"):
+        MergedSafetensors(tmp_path / "base/model.safetensors", index=None, adapter=twice)
