@@ -34,7 +34,7 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("ERNIE 4.5 VL (text)", "GQA, MoE", ("ernie4_5_vl_moe_text",)),
     ("PaddleOCR-VL, Hunyuan-OCR (text)", "GQA, MLP", ("paddleocr_vl_text", "hunyuan_vl_text")),
     ("Cosmos 3 Edge (text)", "GQA, MLP", ("cosmos3_edge_text",)),
-    ("Molmo 2 (text)", "GQA, MLP", ("molmo2_text",)),
+    ("Molmo 1, 2 (text)", "GQA, MLP", ("molmo", "molmo2_text")),
     ("EXAONE 4", "GQA, local and global, MLP", ("exaone4",)),
     ("K-EXAONE · Flint · Aria (text)", "GQA, local and global, MoE", ("exaone_moe", "flint", "aria_text")),
     ("Nemotron 3, 4, Minitron · StableLM 2", "GQA, MLP", ("nemotron", "stablelm")),
@@ -145,6 +145,9 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("nanochat", "GQA, MLP", ("nanochat",)),
     ("EXAONE 3 · InternLM 2 · Qwen 1", "GQA, MHA, MLP", ("exaone", "internlm2", "qwen")),
     ("Orion · openPangu Embedded, XVERSE", "GQA, MLP", ("orion", "PanguEmbedded")),
+    ("InternLM 1, Aquila, Skywork, Yi, as first published", "GQA, MLP", ("Yi",)),
+    ("MiMo 7B", "GQA, MLP", ("mimo",)),
+    ("MiniCPM-V, MiniCPM-o (text)", "GQA, MLP", ("minicpmv",)),
     ("CodeShell", "GQA, MLP", ("codeshell",)),
     ("Jais 1 · Refact", "MHA, MQA with ALiBi, MLP", ("jais", "gpt_refact")),
     ("OpenELM · Nanbeige 4.2", "GQA, MLP · in several rounds", ("openelm", "nanbeige")),
@@ -212,6 +215,8 @@ OTHER_TESTS: Mapping[str, tuple[bool, bool, bool]] = {  # Hugging Face files, GG
     "nemotron-nas": (True, True, False),  # test_nemotron_nas
     "maincoder": (True, True, False),  # gguf/published, gguf/test_recorded
     "oxidizr": (True, False, True),  # test_oxidizr
+    "mimo": (True, False, False),  # mtp_oracle
+    **dict.fromkeys(("Yi", "minicpmv", "molmo"), (True, False, False)),  # gguf/published_kin
     **dict.fromkeys(  # tiny_inside, gguf/test_recorded
         (
             *("qwen2_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "paddleocr_vl_text"),

@@ -259,8 +259,8 @@ def nanochat(c: Config) -> tuple[ModelSpec, NameMap]:
 
 
 @family(
-    "StableLmForCausalLM",
-    model_types=("stablelm",),
+    *("StableLmForCausalLM", "StableLMEpochForCausalLM"),
+    model_types=("stablelm", "stablelm_epoch"),
     defaults={
         "norm_eps": 1e-5,
         "hidden_act": "silu",

@@ -8,7 +8,7 @@ from plait.checkpoint.names import NameMap, Rules
 from plait.families.common.recipes import split_grouped_qkv, split_qkv, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, plain_mlp, require
-from plait.families.config.normalize import Config
+from plait.families.config.normalize import FULL, ROPES, Config
 from plait.families.llama import dense
 from plait.spec.model import BranchSpec, ModelSpec
 
@@ -109,13 +109,33 @@ def orion(c: Config) -> tuple[ModelSpec, NameMap]:
 
 
 @family(
-    *("PanguEmbeddedForCausalLM", "XverseForCausalLM"),
-    model_types=("PanguEmbedded", "xverse"),
+    *("PanguEmbeddedForCausalLM", "XverseForCausalLM", "AquilaModel", "AquilaForCausalLM"),
+    *("InternLMForCausalLM", "SkyworkForCausalLM"),
+    model_types=("PanguEmbedded", "xverse", "aquila", "internlm", "skywork"),
     defaults={"norm_eps": 1e-6, "hidden_act": "silu"},
 )
 def pangu(c: Config) -> tuple[ModelSpec, NameMap]:
-    """openPangu Embedded and XVERSE: Llama, with biases where the checkpoint has them."""
+    """Llama, with biases where the checkpoint has them: openPangu Embedded, XVERSE, InternLM 1 and others."""
+    if rotary := c.get("rotary"):  # InternLM's word; dynamic ones stretch beyond the longest sequence only
+        require(rotary, "InternLM", type=("dynamic", "origin"))
+        c[ROPES][FULL]["rope_theta"] = float(rotary.get("base", 1e4))
     return dense(c, "pangu")
+
+
+@family(
+    "YiForCausalLM",
+    model_types=("Yi",),
+    defaults={
+        "norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "num_key_value_heads": 4,
+        "rope_theta": 5e6,
+        "max_position_embeddings": 4096,
+    },
+)
+def yi(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Yi as first published; later files of it are Llama's."""
+    return dense(c, "Yi", names={f"{x}.norm": f"model.layers.{{i}}.ln{n}" for n, x in ((1, ATTN), (2, FFN))})
 
 
 @family(

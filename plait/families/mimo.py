@@ -1,6 +1,9 @@
-"""MiMo-V2-Flash: windows with sinks and twice the heads of keys and values; values are narrower than keys."""
+"""MiMo 7B: Qwen2 with a head that drafts. MiMo-V2-Flash: windows with sinks and twice the heads of keys and
+values, which are narrower than keys."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from torch import Tensor
 from torch.nn.functional import pad
@@ -13,10 +16,28 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, sigmoid_router
 from plait.families.config.normalize import FULL, SLIDING, Config
 from plait.families.gguf.arch import FILE, Metadata, check_router, gguf_arch, sizes_by_kind
+from plait.families.llama import QWEN, dense
 from plait.quant.weight import as_tensor, take_rows
 from plait.spec.model import BranchSpec, ModelSpec, MoeSpec, MtpSpec
 
 ATTN, FFN = "layers.{i}.attn", "layers.{i}.ffn"
+DRAFTS = "model.mtp_layers.0"
+DRAFT_PARTS = {
+    "embed_norm": "token_layernorm",
+    "hidden_norm": "hidden_layernorm",
+    "fc": "input_proj",
+    "norm": "final_layernorm",
+}
+
+
+@family("MiMoForCausalLM", model_types=("mimo",), defaults=QWEN, honours=("sliding_window",))
+def mimo(c: Config) -> tuple[ModelSpec, NameMap]:
+    """MiMo 7B: the projection of its head for drafts reads the hidden state first, then the embedding."""
+    spec, _ = dense(c, "mimo")
+    parts: dict[str, Source] = {ours: f"{DRAFTS}.{theirs}" for ours, theirs in DRAFT_PARTS.items()}
+    head = mtp_names(parts, transformer("model.mtp_"))
+    names = NameMap(transformer(), head, ignored=unused_patterns(c, r"^model\.mtp_layers\."))
+    return replace(spec, mtp=MtpSpec(spec.layers[:1], spec.norm, hidden_first=True)), names
 
 
 @family(

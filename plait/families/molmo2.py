@@ -1,4 +1,4 @@
-"""The text of Molmo 2: Qwen3 or OLMo 2 next to eyes, with a table of tokens that images widen."""
+"""The texts of Molmo 1 and 2: Qwen or OLMo next to eyes, with a table of tokens that images widen."""
 
 from __future__ import annotations
 
@@ -56,6 +56,44 @@ def molmo2(c: Config) -> tuple[ModelSpec, NameMap]:
         layers.append((BranchSpec("attn", attn, before, post_norm=behind), ffn))
     names = NameMap(_names(c), ignored=unused_patterns(c), beside=EYES)
     return model(c, "molmo2_text", layers), names
+
+
+@family(
+    "MolmoForCausalLM",
+    model_types=("molmo",),
+    defaults={"norm_eps": 1e-5, "hidden_act": "silu", "norm_after": False, "max_position_embeddings": 2048},
+)
+def molmo(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Molmo 1 (text). Its config counts the rows of gate and up together, and those of the table apart."""
+    require(c, "Molmo", layer_norm_type=("rms",), scale_logits=(False,), activation_type=("swiglu",))
+    c["vocab_size"] = c.get("embedding_size") or c["vocab_size"]
+    each = norm(c)
+    before, behind = (None, each) if c["norm_after"] else (each, None)
+    attn = gqa(c, qk_norm=each, qk_norm_over="all") if c.get("attention_layer_norm") else gqa(c)
+    layer = (
+        BranchSpec("attn", attn, before, post_norm=behind),
+        BranchSpec("ffn", mlp(c, c["intermediate_size"] // 2), before, post_norm=behind),
+    )
+    names = NameMap(_first_names(c), ignored=unused_patterns(c), beside=(*EYES, r"\.wte\.new_embedding$"))
+    return model(c, "molmo", [layer] * len(c["layer_types"])), names
+
+
+def _first_names(c: Config) -> Rules:
+    """Of Molmo 1: q, k and v in one tensor, up and gate in another."""
+    attn, ffn = "layers.{i}.attn", "layers.{i}.ffn"
+    place = "post_norm" if c["norm_after"] else "norm"
+    return {
+        "embed.weight": "model.transformer.wte.embedding",
+        "norm": "model.transformer.ln_f",
+        "head": "model.transformer.ff_out",
+        f"{attn}.{place}": f"{BLOCK}.attn_norm",
+        f"{ffn}.{place}": f"{BLOCK}.ff_norm",
+        **split_qkv(c, attn, f"{BLOCK}.att_proj"),
+        f"{attn}.o": f"{BLOCK}.attn_out",
+        f"{attn}.{{x}}": f"{BLOCK}.{{x}}",
+        f"{ffn}.down": f"{BLOCK}.ff_out",
+        **{f"{ffn}.{x}.weight": half(i, f"{BLOCK}.ff_proj.weight") for i, x in enumerate(("up", "gate"))},
+    }
 
 
 def _names(c: Config) -> Rules:

@@ -53,12 +53,13 @@ def _fill_phi_3(t: Tensors) -> None:
         t.default("sliding_window", 2047, "Phi 3 of 4k")
 
 
+EYES_AND_EARS = (r"^model\.(embed_tokens_extend|vision_embed_tokens)\.",)
 PHI3 = {"norm_eps": 1e-5, "hidden_act": "silu", "original_max_position_embeddings": 4096}
 
 
 @family(
-    "Phi3ForCausalLM",
-    model_types=("phi3",),
+    *("Phi3ForCausalLM", "Phi3VForCausalLM"),
+    model_types=("phi3", "phi3_v"),
     defaults=PHI3,
     honours=("sliding_window", "partial_rotary_factor"),
     detection=Detection(
@@ -69,13 +70,16 @@ PHI3 = {"norm_eps": 1e-5, "hidden_act": "silu", "original_max_position_embedding
     ),
 )
 def phi3(c: Config) -> tuple[ModelSpec, NameMap]:
-    """Phi 3 and 4: positions stretched by a divisor per dimension, or on a part of each head only."""
+    """Phi 3 and 4: positions stretched by a divisor per dimension, or on a part of each head only.
+
+    Text of Phi 3 and 3.5 Vision.
+    """
     return _phi3(c, "phi3", "")
 
 
 @family(
-    "Phi4MultimodalForCausalLM",
-    model_types=("phi4_multimodal",),
+    *("Phi4MultimodalForCausalLM", "Phi4MMForCausalLM"),
+    model_types=("phi4_multimodal", "phi4mm"),
     defaults=PHI3,
     honours=("sliding_window", "partial_rotary_factor"),
 )
@@ -100,9 +104,9 @@ def _phi3(c: Config, name: str, suffix: str) -> tuple[ModelSpec, NameMap]:
         }
         for end in dict.fromkeys(("", suffix))
     ]
-    unused = (r"^model\.embed_tokens_extend\.", r"\.lora_[AB]\.") if suffix else ()
+    unused = (r"\.lora_[AB]\.",) if suffix else ()
     return model(c, name, layers), NameMap(
-        either(*tables), transformer(), ignored=unused_patterns(c, *unused)
+        either(*tables), transformer(), ignored=unused_patterns(c, *unused), beside=EYES_AND_EARS
     )
 
 

@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from plait.families.common.registry import find
 from tests.families import test_chameleon, test_nemotron_nas, tiny
 from tests.families.gguf.published import as_published
+from tests.families.gguf.published_kin import KIN
 from tests.families.gguf.recorded import read_checkpoint
 from tests.families.newer_oracles import DESCRIBED
 from tests.families.oracles import ORACLES, read_oracle
@@ -38,6 +39,7 @@ PUBLISHED = {
     "pangu": "PanguEmbedded",
     "qwen1": "qwen",
     "xverse": "PanguEmbedded",
+    **{name: KIN[name][1] for name in ("yi", "minicpmv_2", "molmo_o")},
 }
 # The variant of tiny.VARIANTS that each is, in the words of the state-spaces project.
 STATE_SPACES = {"state_spaces_mamba1": "mamba", "state_spaces_mamba2": "mamba2"}

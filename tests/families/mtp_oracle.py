@@ -79,6 +79,17 @@ LAYOUTS: dict[str, Layout] = {
         {},
         1e-5,
     ),
+    "qwen2": Layout(
+        ONE,
+        lambda name: name.replace("model.", "model.mtp_", 1),
+        tuple(
+            f"model.mtp_layers.0.{part}"
+            for part in ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+        ),
+        {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1},
+        1e-6,
+        hidden_first=True,
+    ),
     "nemotron_h": Layout(
         {"num_hidden_layers": 2, "hybrid_override_pattern": "*E"},
         lambda name: name.replace("backbone.", "mtp.", 1).replace("model.", "mtp.", 1),

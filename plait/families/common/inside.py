@@ -11,7 +11,7 @@ from plait.checkpoint.names import NameMap, Source
 # What the names of a text model begin with there; the first that a checkpoint has.
 BODIES = (
     *("model.language_model.", "language_model.", "model.text_model.", "text_model."),
-    *("thinker.model.language_model.", "thinker.model."),
+    *("thinker.model.language_model.", "thinker.model.", "llm."),
 )
 THINKER = "thinker."  # what writes text, next to what talks
 _HEADS = ("lm_head", "score", "classifier")  # next to the body, of the whole model

@@ -16,7 +16,8 @@ LAYER = re.compile(r"^(?P<prefix>.*?)layers\.(?P<i>\d{1,6})\.(?P<rest>.+)$")
 EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight", "embedding.weight")
 HEADS = (
     *("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight", "output.weight"),
-    "thinker.lm_head.weight",  # next to a talker
+    *("thinker.lm_head.weight", "llm.lm_head.weight"),  # next to a talker, or eyes
+    "model.transformer.ff_out.weight",  # Molmo 1
     "head.weight",  # RWKV
     "embed_out.weight",  # GPT-NeoX
     "output_projection.weight",  # BioGPT

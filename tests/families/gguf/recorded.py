@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tests.families import kimi_k3_oracle, tiny, tiny_dense, tiny_latest, tiny_mixers
+from tests.families.gguf.published_kin import KIN
 from tests.families.kimi_k3_oracle import TEXT
 from tests.families.newer_oracles import DESCRIBED
 from tests.families.older_oracles import IDS
@@ -26,6 +27,7 @@ from tests.families.variant import Variant
 Config = Mapping[str, Any]
 RECORDED = Path(__file__).with_name("llama_cpp.json")
 F, S = "full_attention", "sliding_attention"
+MINICPM = {"attention_multiplier": 8**-0.5, "mlp_bias": False, "attention_bias": False}
 # Sizes that the format leaves to its readers must be those of the published models.
 CHANGES: dict[str, dict[str, Any]] = {
     "bailing_v2": {"attention_bias": False},
@@ -72,7 +74,8 @@ CHANGES: dict[str, dict[str, Any]] = {
             "beta_slow": 1.0,
         }
     },
-    "minicpm": {"attention_multiplier": 8**-0.5, "mlp_bias": False, "attention_bias": False},
+    "minicpm": MINICPM,
+    "minicpmv_2": MINICPM,
     "mistral4": {
         "rope_parameters": {
             **tiny_latest.VARIANTS["mistral4"].changes["rope_parameters"],
@@ -148,6 +151,7 @@ BASES = {
     "qwen3_vl": "qwen3",
     "qwen3_vl_moe": "qwen3_moe",
     "xverse": "llama",
+    **{name: base for name, (base, _) in KIN.items()},
 }
 NAMES = (
     *("afmoe", "apertus", "arcee", "cohere2_moe", "cohere2_moe_sigmoid", "deepseek_v32", "dots1"),

@@ -1,0 +1,123 @@
+"""Layouts of models that brought their own code: a variant's arithmetic, names and words of their own."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.families.gguf.published import LAYOUTS, Config, Tensors, joined, layout, renamed
+
+# Of each layout: the variant with its arithmetic, and the family that Plait has for it.
+KIN = {
+    "internlm1": ("llama_biases", "PanguEmbedded"),
+    "yi": ("llama", "Yi"),
+    "stablelm_epoch": ("stablelm", "stablelm"),
+    "phi3_vision": ("phi3", "phi3"),
+    "phi4mm": ("phi4_multimodal", "phi4_multimodal"),
+    "minicpmv_2": ("granite_dense", "minicpmv"),
+    "minicpmv_2_6": ("qwen2", "minicpmv"),
+    "minicpmo_4_5": ("qwen3", "minicpmv"),
+    "molmo_d": ("qwen2", "molmo"),
+    "molmo_o": ("olmo2_plain", "molmo"),
+}
+EYE = torch.ones(2, 3)
+
+
+@layout("internlm1")
+def _internlm(c: Config, t: Tensors) -> tuple[Config, Tensors]:
+    turns = c.pop("rope_parameters")
+    rotary = {"base": turns["rope_theta"], "type": "dynamic"}
+    return c | {"architectures": ["InternLMForCausalLM"], "bias": True, "rotary": rotary}, t
+
+
+@layout("yi")
+def _yi(c: Config, t: Tensors) -> tuple[Config, Tensors]:
+    rules = ((r"input_layernorm", "ln1"), (r"post_attention_layernorm", "ln2"))
+    return c | {"architectures": ["YiForCausalLM"]}, renamed(t, *rules)
+
+
+@layout("stablelm_epoch")
+def _stablelm(c: Config, t: Tensors) -> tuple[Config, Tensors]:
+    turns = c.pop("rope_parameters")
+    c |= {"architectures": ["StableLMEpochForCausalLM"], "norm_eps": c.pop("layer_norm_eps")}
+    return c | {"rope_theta": turns["rope_theta"], "rope_pct": turns["partial_rotary_factor"]}, t
+
+
+@layout("phi3_vision")
+def _phi3(c: Config, t: Tensors) -> tuple[Config, Tensors]:
+    eyes = {"model.vision_embed_tokens.img_projection.0.weight": EYE}
+    return c | {"architectures": ["Phi3VForCausalLM"]}, t | eyes
+
+
+@layout("phi4mm")
+def _phi4(c: Config, t: Tensors) -> tuple[Config, Tensors]:
+    """Each linear layer has an adapter for pictures and one for sounds next to it."""
+    made = renamed(t, (r"_proj\.weight$", "_proj.base_layer.weight"))
+    for name in [name for name in made if ".base_layer." in name]:
+        for kind in ("vision", "speech"):
+            at = name.partition("base_layer")[0]
+            made |= {f"{at}lora_A.{kind}.weight": EYE, f"{at}lora_B.{kind}.weight": EYE.T.contiguous()}
+    made["model.embed_tokens_extend.image_embed.img_projection.0.weight"] = EYE
+    return c | {"architectures": ["Phi4MMForCausalLM"]}, made
+
+
+def _below(t: Tensors) -> Tensors:
+    """A text model next to eyes and ears."""
+    return {f"llm.{name}": w for name, w in t.items()} | {"vpm.x": EYE, "resampler.proj": EYE.clone()}
+
+
+@layout("minicpmv_2")
+def _minicpmv_2(c: Config, t: Tensors) -> tuple[Config, Tensors]:
+    own, made = LAYOUTS["minicpm"](c, t)
+    return own | {"architectures": ["MiniCPMV"], "version": 2.0}, _below(made)
+
+
+@layout("minicpmv_2_6")
+def _minicpmv_2_6(c: Config, t: Tensors) -> tuple[Config, Tensors]:
+    return c | {"architectures": ["MiniCPMV"], "version": 2.6}, _below(t)
+
+
+@layout("minicpmo_4_5")
+def _minicpmo(c: Config, t: Tensors) -> tuple[Config, Tensors]:
+    return c | {"architectures": ["MiniCPMO"], "version": "4.5"}, _below(t)
+
+
+@layout("molmo_d", "molmo_o")
+def _molmo(c: Config, t: Tensors) -> tuple[Config, Tensors]:
+    """D is Qwen2, O is OLMo with norms behind the mixers."""
+    is_behind = c["model_type"] == "olmo2"
+    first = "post_attention_layernorm" if is_behind else "input_layernorm"
+    second = "post_feedforward_layernorm" if is_behind else "post_attention_layernorm"
+    rules = (
+        *((rf"{first}", "attn_norm"), (rf"{second}", "ff_norm"), (r"self_attn\.o_proj", "attn_out")),
+        *((r"self_attn\.([qk]_norm)", r"\1"), (r"mlp\.down_proj", "ff_out")),
+    )
+    made = joined(t, "self_attn.{x}_proj", "att_proj")
+    for i in range(c["num_hidden_layers"]):
+        at = f"model.layers.{i}"
+        halves = [made.pop(f"{at}.mlp.{x}_proj.weight") for x in ("up", "gate")]
+        made[f"{at}.ff_proj.weight"] = torch.cat(halves)
+    made = renamed(
+        made,
+        *rules,
+        (r"^model\.layers", "model.transformer.blocks"),
+        (r"^model\.embed_tokens\.weight", "model.transformer.wte.embedding"),
+        (r"^model\.norm", "model.transformer.ln_f"),
+        (r"^lm_head", "model.transformer.ff_out"),
+    )
+    made |= {"model.transformer.wte.new_embedding": torch.ones(5, c["hidden_size"])}
+    made |= {"model.vision_backbone.pad_embed": EYE}
+    turns = c.pop("rope_parameters")
+    c |= {
+        "architectures": ["MolmoForCausalLM"],
+        "embedding_size": c["vocab_size"],
+        "vocab_size": c["vocab_size"] - 2,
+        "intermediate_size": 2 * c["intermediate_size"],
+        "layer_norm_eps": c.pop("rms_norm_eps"),
+        "layer_norm_type": "rms",
+        "norm_after": is_behind,
+        "attention_layer_norm": is_behind,
+        "qkv_bias": not is_behind,
+        "rope_theta": turns["rope_theta"],
+        "weight_tying": c.pop("tie_word_embeddings"),
+    }
+    return c, made
