@@ -36,7 +36,7 @@ from plait.families.common.spec_builders import (
     require,
     side_by_side,
 )
-from plait.families.config.normalize import FULL, SLIDING, Config
+from plait.families.config.normalize import FULL, ROPES, SLIDING, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch, plain_arch
 from plait.families.llama import dense
 from plait.quant.weight import as_tensor
@@ -253,7 +253,10 @@ def nanochat(c: Config) -> tuple[ModelSpec, NameMap]:
         rows = torch.arange(c[f"num_{who}_heads"] * dim).view(-1, dim).roll(dim // 2, 1).flatten()
         for kind in ("weight", "bias"):
             names[f"layers.{{i}}.attn.{x}.{kind}"] = reorder_rows(rows, f"{layer}.self_attn.{x}_proj.{kind}")
-    spec, found = dense(c, "nanochat", each=each, ffn=plain_mlp(c), names=names, qk_norm=each)
+    # Norms follow the rotation, which no norm sees unless it also scales a head.
+    last = c[ROPES][FULL]["rope_type"] in ("yarn", "longrope")
+    changes: dict[str, Any] = {"qk_norm": each, "qk_norm_last": last}
+    spec, found = dense(c, "nanochat", each=each, ffn=plain_mlp(c), names=names, **changes)
     cap = c["final_logit_softcapping"]
     return replace(spec, embed_norm=each, logit_softcap=float(cap) if cap else None), found
 

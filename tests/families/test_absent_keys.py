@@ -96,8 +96,9 @@ def test_windows_and_heads_of_their_own_are_those_of_transformers(
     check(*changed(name, tmp_path, **values))
 
 
-def test_llama_4_norms_away_what_yarn_multiplies_by(tmp_path: Path) -> None:
-    check(*changed("llama4", tmp_path, rope_parameters=dict(tiny.YARN)))
+@pytest.mark.parametrize("name", ["llama4", "nanochat"])
+def test_norms_behind_a_rotation_undo_what_yarn_multiplies_by(name: str, tmp_path: Path) -> None:
+    check(*changed(name, tmp_path, rope_parameters=dict(tiny.YARN)))
 
 
 @pytest.mark.parametrize(
