@@ -180,7 +180,7 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Bamba", "Mamba2, GQA, MLP", ("bamba",)),
     ("Zamba 1", "Mamba1, shared attention", ("zamba",)),
     ("Zamba2", "Mamba2, shared attention", ("zamba2",)),
-    ("Nemotron-H", "Mamba2, GQA, MLP or MoE", ("nemotron_h",)),
+    ("Nemotron-H, Nemotron 3 Nano, Super, Puzzle", "Mamba2, GQA, MLP or MoE", ("nemotron_h",)),
     ("Falcon-H1", "Mamba2 and GQA side by side, MLP", ("falcon_h1",)),
     ("PLaMo 2 · PLaMo 3", "Mamba2-like, GQA, MLP · GQA, local and global, MLP", ("plamo2", "plamo3")),
     ("JetMoe", "mixture of attention heads, MoE", ("jetmoe",)),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
 from plait.families.common.detection import Detection, Marker
@@ -10,11 +13,19 @@ from plait.families.common.mtp import deepseek_parts, mtp_names
 from plait.families.common.recipes import either, expert_tensors, mamba_tensors, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mamba2, model, norm, sigmoid_router
+from plait.families.config.aliases import ALIASES
+from plait.families.config.blocks import KIND
 from plait.families.config.normalize import FULL, LINEAR, Config
 from plait.families.gguf.arch import Metadata, check_router, gguf_arch, head_size, join_shared_experts
 from plait.spec.model import BranchSpec, Mamba2Spec, Mixer, MlpSpec, ModelSpec, MoeSpec, MtpSpec
 
-MTP_LAYERS = {"*": FULL, "E": "moe", "-": "mlp"}  # of mtp_hybrid_override_pattern
+# Of mtp_hybrid_override_pattern, and of mtp_block_configs.
+MTP_LAYERS = {"*": FULL, "E": "moe", "-": "mlp", "attention": FULL, "moe": "moe", "mlp": "mlp"}
+# What the blocks of a Puzzle may have otherwise than others.
+OF_BLOCK = (
+    *("intermediate_size", "moe_intermediate_size", "num_experts_per_tok", "shared_intermediate_size"),
+    *("num_experts", "num_shared_experts", "moe_latent_size", "sliding_window", "num_key_value_heads"),
+)
 
 
 def _hf_nemotron(config: Config, spec: ModelSpec) -> Values:
@@ -28,8 +39,8 @@ def _hf_nemotron(config: Config, spec: ModelSpec) -> Values:
 
 
 @family(
-    "NemotronHForCausalLM",
-    model_types=("nemotron_h",),
+    *("NemotronHForCausalLM", "NemotronHPuzzleForCausalLM"),
+    model_types=("nemotron_h", "nemotron_h_puzzle"),
     defaults={
         "norm_eps": 1e-5,
         "hidden_act": "relu2",
@@ -66,15 +77,18 @@ def _hf_nemotron(config: Config, spec: ModelSpec) -> Values:
 def nemotron_h(c: Config) -> tuple[ModelSpec, NameMap]:
     """Nemotron-H, Nemotron 3: one mixer per layer (Mamba2, attention, MLP or experts), no positions.
 
+    In Nemotron 3 Puzzle each block of experts has a size, and a number of experts for a token, of its own.
+
     Step sizes are held to `time_step_limit` (0 to infinity in the published configs), as in NVIDIA's own
     modeling code. transformers holds them above `time_step_min` instead, a value that the initialisation
     uses. So its logits differ where a step size falls below 0.001.
     """
     if c.get("mamba_hidden_act", "silu") != "silu":
         raise UnsupportedModel(f"mamba_hidden_act {c['mamba_hidden_act']!r} is not implemented; known: silu")
-    each = norm(c)
-    mixers = {kind: _nemotron_mixer(c, kind) for kind in dict.fromkeys(c["layer_types"])}
-    layers = [(BranchSpec("mix", mixers[kind], each),) for kind in c["layer_types"]]
+    each, kinds = norm(c), c["layer_types"]
+    blocks = c.get("block_configs") or [{} for _ in kinds]
+    mixers = [_nemotron_mixer(_of_block(c, block), kind) for block, kind in zip(blocks, kinds, strict=True)]
+    layers = [(BranchSpec("mix", mixer, each),) for mixer in mixers]
     prefixes = ("backbone.", "model.")
     names = either(*(_nemotron_names(p, c.get("num_experts") or 0) for p in prefixes))
     mtp, head = _nemotron_mtp(c)
@@ -86,15 +100,41 @@ def nemotron_h(c: Config) -> tuple[ModelSpec, NameMap]:
 
 def _nemotron_mtp(c: Config) -> tuple[MtpSpec | None, Rules]:
     """Nemotron 3's head: the last of its layers carries the norm behind them."""
-    if not (c.get("num_nextn_predict_layers") or c.get("mtp_hybrid_override_pattern")):
+    blocks = _head_blocks(c)
+    kinds = [MTP_LAYERS.get(block[KIND]) for block in blocks]
+    if not blocks or None in kinds or ("moe" in kinds and not c.get("num_experts")):
         return None, {}
-    pattern = str(c.get("mtp_hybrid_override_pattern") or "*E")
-    if not set(pattern) <= set(MTP_LAYERS) or ("E" in pattern and not c.get("num_experts")):
-        return None, {}
-    mixers = [_nemotron_mixer(c, MTP_LAYERS[letter]) for letter in pattern]
+    mixers = [_nemotron_mixer(_of_block(c, b), str(kind)) for b, kind in zip(blocks, kinds, strict=True)]
     layers = tuple((BranchSpec("mix", mixer, norm(c)),) for mixer in mixers)
     parts = {**deepseek_parts("mtp.layers.0"), "norm": f"mtp.layers.{len(layers) - 1}.final_layernorm"}
     return MtpSpec(layers, norm(c)), mtp_names(parts, _nemotron_names("mtp.", c.get("num_experts") or 0))
+
+
+def _head_blocks(c: Config) -> list[dict[str, Any]]:
+    """What the head's layers are, one by one, with sizes of their own in a Puzzle; nothing without a head."""
+    if blocks := c.get("mtp_block_configs"):
+        return list(blocks)
+    if not (c.get("num_nextn_predict_layers") or c.get("mtp_hybrid_override_pattern")):
+        return []
+    return [{KIND: letter} for letter in str(c.get("mtp_hybrid_override_pattern") or "*E")]
+
+
+def _of_block(c: Config, block: Mapping[str, Any]) -> Config:
+    """The config with what one block says otherwise. Raises UnsupportedModel for a key that is not of it."""
+    ours = {other: key for key in OF_BLOCK for other in (key, *ALIASES.get(key, ()))}
+    said = {key: value for key, value in block.items() if key != KIND and value is not None}
+    if odd := sorted(key for key in said if key not in ours):
+        raise UnsupportedModel(
+            f"block_configs: {odd[0]} = {said[odd[0]]!r} of one block is not implemented; known: "
+            f"{', '.join(ours)}"
+        )
+    own = Config({**c, **{ours[key]: value for key, value in said.items()}})
+    if own.get("num_experts") != c.get("num_experts"):
+        raise UnsupportedModel(
+            f"block_configs: {own['num_experts']} experts in one block and {c['num_experts']} in another are "
+            "not implemented; all blocks must have as many"
+        )
+    return own
 
 
 def _nemotron_mixer(c: Config, kind: str) -> Mixer:
@@ -130,7 +170,10 @@ def _nemotron_names(prefix: str, experts: int) -> Rules:
         "head": "lm_head",
         f"{ours}.norm": f"{layer}.norm",
         **mamba_tensors(ours, mixer),
-        f"{ours}.router_bias": f"{mixer}.gate.e_score_correction_bias",
+        f"{ours}.router_bias": (
+            f"{mixer}.gate.e_score_correction_bias",
+            f"{mixer}.gate.e_score_correction.bias",
+        ),
         f"{ours}.router": f"{mixer}.gate",
         **(expert_tensors(ours, mixer, experts, gated=False) if experts else {}),
         f"{ours}.shared.{{x}}": f"{mixer}.shared_experts.{{x}}_proj",

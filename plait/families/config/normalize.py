@@ -16,6 +16,7 @@ from typing import Any
 
 from plait.errors import UnsupportedModel
 from plait.families.config.aliases import ALIASES
+from plait.families.config.blocks import list_blocks
 from plait.families.config.gguf_keys import name_missing
 from plait.families.config.neutral import NEUTRAL
 from plait.families.config.words import (
@@ -130,7 +131,7 @@ def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
             named = ("architectures", "quantization_config", "tie_word_embeddings")
             flat = {**kept, **inner, **{k: kept[k] for k in named if kept.get(k) is not None}}
     _hoist_growth(flat)
-    return flat
+    return flat | list_blocks(flat)
 
 
 def _hoist_growth(c: dict[str, Any]) -> None:

@@ -351,7 +351,7 @@ FAMILIES: dict[str, list[Form]] = {
     "Jamba": [Form("{{ tools }}<tool_calls>[…]</tool_calls>", "jamba", f"<tool_calls>{LIST}</tool_calls>")],
     "Bamba": [Form(TURNS)],
     "Zamba2": [Form(TURNS)],
-    "Nemotron-H": [NEMOTRON, think(NEMOTRON), think(XML_FORM)],
+    "Nemotron-H, Nemotron 3 Nano, Super, Puzzle": [NEMOTRON, think(NEMOTRON), think(XML_FORM)],
     "Falcon-H1": [HERMES_FORM],
     "PLaMo 2 · PLaMo 3": [Form("### {{ m.role }}:\n{{ m.content }}")],
     "LFM2, LFM2-MoE": [

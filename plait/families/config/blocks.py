@@ -1,0 +1,25 @@
+"""Configs that say of each block what it is (NVIDIA's Puzzle): as keys that other configs have for layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+KIND = "block_type"
+
+
+def list_blocks(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a config whose `block_configs` have a type each; none where they have not.
+
+    What blocks of experts say, the first of them says of all: a family takes each block's own.
+    """
+    blocks = flat.get("block_configs")
+    if not (
+        isinstance(blocks, list) and blocks and all(isinstance(b, Mapping) and KIND in b for b in blocks)
+    ):
+        return {}
+    experts: Mapping[str, Any] = next((block for block in blocks if block[KIND] == "moe"), {})
+    usual = {key: value for key, value in experts.items() if key != KIND and flat.get(key) is None}
+    kinds = [block[KIND] for block in blocks]
+    listed = {"layer_types": kinds, "layers_block_type": kinds, "hybrid_override_pattern": None}
+    return {**usual, **listed, "num_hidden_layers": len(kinds)}
