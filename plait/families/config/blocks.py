@@ -9,7 +9,7 @@ KIND = "block_type"
 
 
 def list_blocks(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a config whose `block_configs` have a type each; none where they have not.
+    """The keys of a config with `block_configs` that have a type each; none of another config.
 
     What blocks of experts say, the first of them says of all: a family takes each block's own.
     """
