@@ -16,7 +16,7 @@ from plait.families.common.spec_builders import gqa, mamba2, model, norm, sigmoi
 from plait.families.config.aliases import ALIASES
 from plait.families.config.blocks import KIND
 from plait.families.config.normalize import FULL, LINEAR, Config
-from plait.families.gguf.arch import Metadata, check_router, gguf_arch, head_size, join_shared_experts
+from plait.families.gguf.arch import FILE, Metadata, check_router, gguf_arch, head_size, join_shared_experts
 from plait.spec.model import BranchSpec, Mamba2Spec, Mixer, MlpSpec, ModelSpec, MoeSpec, MtpSpec
 
 # Of mtp_hybrid_override_pattern, and of mtp_block_configs.
@@ -190,10 +190,34 @@ def _latent_names(c: Config) -> Rules:
 
 def _nemotron_in_gguf(m: Metadata) -> None:
     head_size(m)
+    _list_sizes(m)
     if m.config.get("num_experts"):
         check_router(m, "sigmoid", renormalizes=None)
         join_shared_experts(m)
 
 
+def _list_sizes(m: Metadata) -> None:
+    """Of a Puzzle, what its blocks have otherwise, as its config.json says it."""
+    kinds = m.config["layer_types"]
+    lists = {key: m.config.pop(f"{key}_by_layer", None) for key in ("num_experts_per_tok", *FEEDS)}
+    if not any(sizes and len({size for size in sizes if size}) > 1 for sizes in lists.values()):
+        return
+    used, experts, plain = (sizes or [None] * len(kinds) for sizes in lists.values())
+    if not len(used) == len(experts) == len(plain) == len(kinds):
+        raise UnsupportedModel(f"{m.prefix}: lists of sizes are not of {len(kinds)} layers")
+    blocks = list[dict[str, object]]()
+    for kind, chosen, size, width in zip(kinds, used, experts, plain, strict=True):
+        own = {"num_experts_per_tok": chosen, "moe_intermediate_size": size} if kind == "moe" else {}
+        own |= {"intermediate_size": width} if kind == "mlp" else {}
+        blocks.append({KIND: kind, **own})
+    m.put("block_configs", blocks, f"{FILE} {', '.join(m.prefix + key for key in BY_LAYER)}")
+
+
+FEEDS = ("moe_intermediate_size", "intermediate_size")
+BY_LAYER = {
+    "expert_used_count": "num_experts_per_tok_by_layer",
+    "expert_feed_forward_length": "moe_intermediate_size_by_layer",
+    "feed_forward_length": "intermediate_size_by_layer",
+}
 for _name in ("nemotron_h", "nemotron_h_moe"):
-    gguf_arch(_name, "NemotronHForCausalLM", names=_latent_names)(_nemotron_in_gguf)
+    gguf_arch(_name, "NemotronHForCausalLM", names=_latent_names, by_layer=BY_LAYER)(_nemotron_in_gguf)

@@ -21,6 +21,7 @@ from plait.errors import UnsupportedModel
 from plait.families.common.registry import build_spec
 from plait.spec.model import AttentionSpec, MoeSpec
 from tests.families import tiny, tiny_more
+from tests.families.gguf.recorded import converted, read_checkpoint
 from tests.families.parity import Memory, decoder, in_pieces, resolved, whole, worst
 
 SIZES, CHOSEN = {2: 20, 4: 12}, {2: 2, 4: 3}  # of the blocks of experts
@@ -114,3 +115,18 @@ def test_the_head_for_drafts_has_sizes_of_its_own() -> None:
     assert isinstance(attn, AttentionSpec)
     assert isinstance(experts, MoeSpec)
     assert (experts.top_k, experts.expert.size) == (4, 24)
+
+
+def test_a_gguf_file_lists_sizes_by_layer(tmp_path: Path) -> None:
+    config, tensors, oracle = read_checkpoint("nemotron_h_latent", tmp_path)
+    metadata, stored = converted("nemotron_h_latent", config, tensors)
+    kinds = ["mamba", "attention", "mlp", "moe"]
+    for key, own, other in (("expert_used_count", 2, 5), ("expert_feed_forward_length", 20, 7)):
+        metadata[f"nemotron_h_moe.{key}"] = [own if kind == "moe" else other for kind in kinds]
+    file = Memory(stored)
+    found = resolved(file, gguf=metadata)
+    assert [m.top_k for m in found.spec.mixers_of(MoeSpec)] == [2]
+    assert worst(whole(decoder(found, file), oracle["ids"][0]), oracle["logits"][0]) <= 1e-4
+    metadata["nemotron_h_moe.expert_used_count"] = [2, 5]
+    with pytest.raises(UnsupportedModel, match="lists of sizes are not of 4 layers"):
+        resolved(file, gguf=metadata)
