@@ -120,12 +120,12 @@ def test_the_head_for_drafts_has_sizes_of_its_own() -> None:
 def test_a_gguf_file_lists_sizes_by_layer(tmp_path: Path) -> None:
     config, tensors, oracle = read_checkpoint("nemotron_h_latent", tmp_path)
     metadata, stored = converted("nemotron_h_latent", config, tensors)
-    kinds = ["mamba", "attention", "mlp", "moe"]
+    kinds = ["mamba", "attention", "moe", "moe"]
     for key, own, other in (("expert_used_count", 2, 5), ("expert_feed_forward_length", 20, 7)):
         metadata[f"nemotron_h_moe.{key}"] = [own if kind == "moe" else other for kind in kinds]
     file = Memory(stored)
     found = resolved(file, gguf=metadata)
-    assert [m.top_k for m in found.spec.mixers_of(MoeSpec)] == [2]
+    assert [m.top_k for m in found.spec.mixers_of(MoeSpec)] == [2, 2]
     assert worst(whole(decoder(found, file), oracle["ids"][0]), oracle["logits"][0]) <= 1e-4
     metadata["nemotron_h_moe.expert_used_count"] = [2, 5]
     with pytest.raises(UnsupportedModel, match="lists of sizes are not of 4 layers"):
