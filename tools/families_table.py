@@ -149,6 +149,9 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("MiMo 7B", "GQA, MLP", ("mimo",)),
     ("MiniCPM-V, MiniCPM-o (text)", "GQA, MLP", ("minicpmv",)),
     ("CodeShell", "GQA, MLP", ("codeshell",)),
+    ("ChatGLM 2, 3, GLM-4 9B of 2024 · Baichuan 1, 2", "GQA · MHA, ALiBi, MLP", ("chatglm", "baichuan")),
+    ("TeleChat 1, 2, 3 · TeleFLM (FLM-2)", "GQA, MHA, MLP", ("telechat", "telechat3", "TeleFLM")),
+    ("Solar Pro", "GQA, MLP, connections over several layers", ("solar",)),
     ("Jais 1 · Refact", "MHA, MQA with ALiBi, MLP", ("jais", "gpt_refact")),
     ("OpenELM · Nanbeige 4.2", "GQA, MLP · in several rounds", ("openelm", "nanbeige")),
     ("PLM", "MLA, MLP", ("plm",)),
@@ -217,18 +220,15 @@ OTHER_TESTS: Mapping[str, tuple[bool, bool, bool]] = {  # Hugging Face files, GG
     "oxidizr": (True, False, True),  # test_oxidizr
     "mimo": (True, False, False),  # mtp_oracle
     **dict.fromkeys(("Yi", "minicpmv", "molmo"), (True, False, False)),  # gguf/published_kin
-    **dict.fromkeys(  # tiny_inside, gguf/test_recorded
-        (
-            *("qwen2_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "paddleocr_vl_text"),
-            "hunyuan_vl_text",
-        ),
-        (True, True, False),
-    ),
+    "solar": (True, False, False),  # test_coded
     **dict.fromkeys(  # test_older, test_layouts, gguf/test_recorded
         (
             *("jais", "gpt_refact", "openelm", "plm", "spark2_5", "nanbeige", "minicpm", "exaone"),
             *("internlm2", "qwen", "orion", "PanguEmbedded", "codeshell"),
             *("arctic", "grok-1", "smallthinker", "grove_moe", "maple", "plamo", "talkie"),
+            *("chatglm", "baichuan", "telechat", "telechat3", "TeleFLM"),  # test_coded, test_layouts
+            *("qwen2_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "paddleocr_vl_text"),  # tiny_inside
+            "hunyuan_vl_text",
         ),
         (True, True, False),
     ),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from plait.checkpoint.names import NameMap, Rules
-from plait.errors import UnsupportedModel
 from plait.families.common.detection import SECOND_NORM, Detection, Marker, Q, has_rope
 from plait.families.common.hf_config import HfConfig
 from plait.families.common.recipes import VISION, split_qkv, text_tensors, transformer, unused_patterns
@@ -170,15 +169,6 @@ plain_arch("xverse", "LlamaForCausalLM", is_written=False, rope_interleave=True)
 plain_arch("exaone", "LlamaForCausalLM", is_written=False)
 plain_arch("cogvlm", "LlamaForCausalLM", is_written=False)  # images go through experts of their own
 plain_arch("llama-embed", "LlamaForCausalLM", is_written=False, rope_interleave=True, is_causal=False)
-
-
-@gguf_arch("baichuan", "LlamaForCausalLM", constants={"rope_interleave": True}, is_written=False)
-def _baichuan(m: Metadata) -> None:
-    if m.config["num_hidden_layers"] == 40:
-        raise UnsupportedModel(
-            "a Baichuan of 40 layers (13B) has no rotary positions but a bias for each distance (ALiBi), "
-            "which is not implemented for it; the one of 32 layers (7B) is served"
-        )
 
 
 @gguf_arch(

@@ -103,6 +103,15 @@ class CycleSpec(Mixer):
 
 
 @dataclass(frozen=True, slots=True)
+class SkipSpec(Mixer):
+    """A connection over several layers (Solar Pro): `keeps` are the places in which what is read is kept for
+    later layers; it is given on as it is, or, if `gives` is one of such places, what was kept there last."""
+
+    keeps: tuple[int, ...] = ()
+    gives: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ShortcutSpec(ParallelSpec):
     """One mixer, next to experts, `moe`, with outputs that wait: the next one without experts adds them
     (LongCat-Flash; Cai et al. 2024). `norms`: of what either reads (Arctic); `post_norms` are not used."""

@@ -76,7 +76,7 @@ def written(model: Model, made: Iterable[Made]) -> Memory:
     """What a file of these tensors holds, in float32."""
     found = Memory()
     for one in made:
-        parts = [piece for matrix, scale in matrices(model, one) for piece in pieces(matrix, scale)]
+        parts = [piece.flatten() for m, scale in matrices(model, one) for piece in pieces(m, scale)]
         found[one.name] = torch.cat(parts).reshape(one.shape)
     return found
 

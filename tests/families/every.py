@@ -17,8 +17,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from plait.families.common.registry import find
 from tests.families import test_chameleon, test_nemotron_nas, tiny
-from tests.families.gguf.published import as_published
 from tests.families.gguf.published_kin import KIN
+from tests.families.gguf.published_names import as_published
 from tests.families.gguf.recorded import read_checkpoint
 from tests.families.newer_oracles import DESCRIBED
 from tests.families.oracles import ORACLES, read_oracle
@@ -27,8 +27,10 @@ from tests.families.parity import Memory
 Config = dict[str, Any]
 # Layouts of `published`, by the family of each.
 PUBLISHED = {
+    "baichuan": "baichuan",
     "bailing_v1": "bailing_moe",
     "bailing_v2": "bailing_moe_v2",
+    "chatglm": "chatglm",
     "codeshell": "codeshell",
     "deepseek_v1": "deepseek",
     "exaone3": "exaone",
@@ -38,6 +40,7 @@ PUBLISHED = {
     "orion": "orion",
     "pangu": "PanguEmbedded",
     "qwen1": "qwen",
+    "telechat3": "telechat3",
     "xverse": "PanguEmbedded",
     **{name: KIN[name][1] for name in ("yi", "minicpmv_2", "molmo_o")},
 }

@@ -18,6 +18,7 @@ from tests.families import (
     rwkv7_oracle,
     sambay_oracle,
 )
+from tests.families.coded_oracles import CODED
 from tests.families.parity import Memory
 
 Config = dict[str, Any]
@@ -31,6 +32,7 @@ ORACLES: Mapping[str, tuple[Config, Callable[[Config], dict[str, Tensor]]]] = {
     "plamo3": (plamo3_oracle.CONFIG, plamo3_oracle.checkpoint),
     "rwkv7": (rwkv7_oracle.CONFIG, rwkv7_oracle.checkpoint),
     "sambay": (sambay_oracle.CONFIG, sambay_oracle.checkpoint),
+    **{name: (family.config, family.checkpoint) for name, family in CODED.items()},
 }
 
 

@@ -9,13 +9,14 @@ import pytest
 
 from plait.errors import UnsupportedModel
 from plait.families.common.registry import build_spec
-from tests.families.gguf.published import as_published
 from tests.families.gguf.published_kin import KIN
+from tests.families.gguf.published_names import as_published
 from tests.families.gguf.recorded import read_checkpoint
 from tests.families.parity import Memory, decoder, in_pieces, resolved, whole, worst
 
 QUICK = ("minicpm", "internlm2", "phi4mm", "minicpmo_4_5", "molmo_o")
-NAMES = dict.fromkeys((*QUICK, "exaone3", "qwen1", "orion", "pangu", "xverse", "codeshell", *KIN))
+OTHERS = ("exaone3", "qwen1", "orion", "pangu", "xverse", "codeshell", "baichuan", "chatglm", "telechat3")
+NAMES = dict.fromkeys((*QUICK, *OTHERS, *KIN))
 
 
 @pytest.mark.parametrize(

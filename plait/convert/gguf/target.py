@@ -50,6 +50,9 @@ ALSO: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "bamba": ("granitehybrid",),
         "falcon_mamba": ("mamba",),
         "oxidizr": ("llama", "mamba2", "deepseek2"),
+        # Llama's and GLM's layers, published under other names.
+        "chatglm": ("chatglm",),
+        **dict.fromkeys(("telechat", "telechat3", "teleflm"), ("llama",)),
     }
 )
 NO_WINDOWS = {"llama", "phi3"}

@@ -22,6 +22,11 @@ def _nothing(config: Config, spec: ModelSpec) -> Values:
     return {}
 
 
+def no_rope(config: Config, spec: ModelSpec) -> Values:
+    """Keys of rotary positions are left out: other keys of the family's config say them."""
+    return {"rope_parameters": None, "rope_theta": None}
+
+
 @dataclass(frozen=True, slots=True)
 class HfConfig:
     """A part of `@family`. words: ours -> the family's key, where it is not the same.

@@ -20,6 +20,7 @@ HEADS = (
     "model.transformer.ff_out.weight",  # Molmo 1
     "head.weight",  # RWKV
     "embed_out.weight",  # GPT-NeoX
+    "transformer.output_layer.weight",  # ChatGLM
     "output_projection.weight",  # BioGPT
     # heads of their own in BERT and its kin, which most files tie
     *(

@@ -15,7 +15,10 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "rope_local_base_freq": ("rope_local_theta", "swa_rope_theta"),
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers", "num_transformer_layers"),
     "max_position_embeddings": ("max_seq_len", "n_positions", "model_max_length", "max_context_length"),
-    "norm_eps": ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon"),
+    "norm_eps": (
+        *("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon"),
+        "layernorm_epsilon",
+    ),
     "hidden_act": (
         "hidden_activation",
         "mlp_hidden_act",

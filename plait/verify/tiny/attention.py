@@ -307,6 +307,16 @@ ATTENTION: Mapping[str, Config] = {
         embedding_scale=1.3,
         prefix_lm=False,
     ),
+    # Solar Pro: what early layers read is mixed into what later ones read.
+    "skips": make_config(
+        "SolarForCausalLM",
+        "solar",
+        num_hidden_layers=4,
+        bskcn_1=[0, 1],
+        bskcn_2=[1],
+        bskcn_3=[2],
+        bskcn_4=[2, 3],
+    ),
     # Dory: states of one length, layers that run in loops, queries scaled behind their rotation.
     "loops": make_config(
         "DoryForCausalLM",

@@ -235,7 +235,7 @@ def _internlm(c: Config, t: Tensors) -> tuple[Config, Tensors]:
 
 @layout("baichuan")
 def _baichuan(c: Config, t: Tensors) -> tuple[Config, Tensors]:
-    return {**c, "architectures": ["BaichuanForCausalLM"]}, joined(
+    return {**c, "architectures": ["BaiChuanForCausalLM"]}, joined(
         t, "self_attn.{x}_proj", "self_attn.W_pack"
     )
 

@@ -53,6 +53,10 @@ CHANGES: dict[str, dict[str, Any]] = {
         }
     },
     "hy_v4": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+    "chatglm": {
+        "attention_bias": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 2e5, "partial_rotary_factor": 0.5},
+    },
     "codeshell": {
         "intermediate_size": 128,
         "tie_word_embeddings": False,
@@ -133,6 +137,7 @@ BASES = {
     "bailing_v1": "aria",
     "bailing_v2": "glm4_moe",
     "baichuan": "llama",
+    "chatglm": "glm",
     "codeshell": "starcoder2",
     "deepseek_ocr": "aria",
     "deepseek_v1": "aria",
@@ -150,6 +155,7 @@ BASES = {
     "qwen2_5_vl": "qwen2",
     "qwen3_vl": "qwen3",
     "qwen3_vl_moe": "qwen3_moe",
+    "telechat3": "llama_llama3",
     "xverse": "llama",
     **{name: base for name, (base, _) in KIN.items()},
 }

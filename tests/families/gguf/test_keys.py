@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from plait.errors import PlaitError, UnsupportedModel
+from plait.families.common.alibi import spread_slopes
 from plait.families.common.registry import families_by_name
 from plait.families.config.normalize import IncompleteConfig
 from plait.families.gguf.arch import ARCHITECTURES
@@ -158,9 +159,10 @@ def test_models_with_tokens_that_see_later_ones() -> None:
     assert not spec.causal
 
 
-def test_baichuan_with_a_bias_for_each_distance_is_refused() -> None:
-    with pytest.raises(UnsupportedModel, match=r"Baichuan of 40 layers .*ALiBi"):
-        plain("baichuan", block_count=40)
+def test_a_baichuan_of_40_layers_has_a_bias_for_each_distance() -> None:
+    large = plain("baichuan", block_count=40)
+    assert {m.rope for m in large.mixers_of(AttentionSpec)} == {None}
+    assert {m.slopes for m in large.mixers_of(AttentionSpec)} == {spread_slopes(4)}
     assert rope_of("baichuan", block_count=32).interleaved
 
 

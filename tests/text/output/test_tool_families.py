@@ -306,6 +306,13 @@ FAMILIES: dict[str, list[Form]] = {
     "MiMo 7B": [HERMES_FORM, think(HERMES_FORM)],
     "MiniCPM-V, MiniCPM-o (text)": [Form(TURNS)],
     "Orion · openPangu Embedded, XVERSE": [Form("Human: {{ m.content }}\n\nAssistant: ")],
+    "ChatGLM 2, 3, GLM-4 9B of 2024 · Baichuan 1, 2": [
+        Form("[Round 1]\n\n问：{{ m.content }}\n\n答："),
+        Form("[gMASK]<sop><|observation|>{{ tools }}", "glm4", each("{n}\n{a}", "\n")),
+        Form("<reserved_106>{{ m.content }}<reserved_107>"),
+    ],
+    "TeleChat 1, 2, 3 · TeleFLM (FLM-2)": [Form("<_user>{{ m.content }}<_bot>")],
+    "Solar Pro": [Form(TURNS)],
     "CodeShell": [PLAIN],
     "Jais 1 · Refact": [Form("### Instruction: {{ m.content }}\n### Response: ")],
     "OpenELM · Nanbeige 4.2": [PLAIN, HERMES_FORM, think(HERMES_FORM)],
