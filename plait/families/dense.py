@@ -255,8 +255,9 @@ def nanochat(c: Config) -> tuple[ModelSpec, NameMap]:
             names[f"layers.{{i}}.attn.{x}.{kind}"] = reorder_rows(rows, f"{layer}.self_attn.{x}_proj.{kind}")
     # Norms follow the rotation, which no norm sees unless it also scales a head.
     last = c[ROPES][FULL]["rope_type"] in ("yarn", "longrope")
-    changes: dict[str, Any] = {"qk_norm": each, "qk_norm_last": last}
-    spec, found = dense(c, "nanochat", each=each, ffn=plain_mlp(c), names=names, **changes)
+    spec, found = dense(
+        c, "nanochat", each=each, ffn=plain_mlp(c), names=names, qk_norm=each, qk_norm_last=last
+    )
     cap = c["final_logit_softcapping"]
     return replace(spec, embed_norm=each, logit_softcap=float(cap) if cap else None), found
 

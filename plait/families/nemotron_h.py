@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
@@ -101,7 +100,7 @@ def nemotron_h(c: Config) -> tuple[ModelSpec, NameMap]:
 def _nemotron_mtp(c: Config) -> tuple[MtpSpec | None, Rules]:
     """Nemotron 3's head: the last of its layers carries the norm behind them."""
     blocks = _head_blocks(c)
-    kinds = [MTP_LAYERS.get(block[KIND]) for block in blocks]
+    kinds = [MTP_LAYERS.get(str(block[KIND])) for block in blocks]
     if not blocks or None in kinds or ("moe" in kinds and not c.get("num_experts")):
         return None, {}
     mixers = [_nemotron_mixer(_of_block(c, b), str(kind)) for b, kind in zip(blocks, kinds, strict=True)]
@@ -110,7 +109,7 @@ def _nemotron_mtp(c: Config) -> tuple[MtpSpec | None, Rules]:
     return MtpSpec(layers, norm(c)), mtp_names(parts, _nemotron_names("mtp.", c.get("num_experts") or 0))
 
 
-def _head_blocks(c: Config) -> list[dict[str, Any]]:
+def _head_blocks(c: Config) -> Sequence[Mapping[str, object]]:
     """What the head's layers are, one by one, with sizes of their own in a Puzzle; nothing without a head."""
     if blocks := c.get("mtp_block_configs"):
         return list(blocks)
@@ -119,7 +118,7 @@ def _head_blocks(c: Config) -> list[dict[str, Any]]:
     return [{KIND: letter} for letter in str(c.get("mtp_hybrid_override_pattern") or "*E")]
 
 
-def _of_block(c: Config, block: Mapping[str, Any]) -> Config:
+def _of_block(c: Config, block: Mapping[str, object]) -> Config:
     """The config with what one block says otherwise. Raises UnsupportedModel for a key that is not of it."""
     ours = {other: key for key in OF_BLOCK for other in (key, *ALIASES.get(key, ()))}
     said = {key: value for key, value in block.items() if key != KIND and value is not None}

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 KIND = "block_type"
 
 
-def list_blocks(flat: Mapping[str, Any]) -> dict[str, Any]:
+def list_blocks(flat: Mapping[str, object]) -> dict[str, object]:
     """The keys of a config with `block_configs` that have a type each; none of another config.
 
     What blocks of experts say, the first of them says of all: a family takes each block's own.
@@ -18,7 +17,7 @@ def list_blocks(flat: Mapping[str, Any]) -> dict[str, Any]:
         isinstance(blocks, list) and blocks and all(isinstance(b, Mapping) and KIND in b for b in blocks)
     ):
         return {}
-    experts: Mapping[str, Any] = next((block for block in blocks if block[KIND] == "moe"), {})
+    experts: Mapping[str, object] = next((block for block in blocks if block[KIND] == "moe"), {})
     usual = {key: value for key, value in experts.items() if key != KIND and flat.get(key) is None}
     kinds = [block[KIND] for block in blocks]
     listed = {"layer_types": kinds, "layers_block_type": kinds, "hybrid_override_pattern": None}

@@ -16,6 +16,7 @@ KIN = {
     "minicpmv_2": ("granite_dense", "minicpmv"),
     "minicpmv_2_6": ("qwen2", "minicpmv"),
     "minicpmo_4_5": ("qwen3", "minicpmv"),
+    "mimo": ("qwen2", "mimo"),
     "molmo_d": ("qwen2", "molmo"),
     "molmo_o": ("olmo2_plain", "molmo"),
 }
@@ -79,6 +80,11 @@ def _minicpmv_2_6(c: Config, t: Tensors) -> tuple[Config, Tensors]:
 @layout("minicpmo_4_5")
 def _minicpmo(c: Config, t: Tensors) -> tuple[Config, Tensors]:
     return c | {"architectures": ["MiniCPMO"], "version": "4.5"}, _below(t)
+
+
+@layout("mimo")
+def _mimo(c: Config, t: Tensors) -> tuple[Config, Tensors]:
+    return c | {"architectures": ["MiMoForCausalLM"]}, t | {"model.mtp_layers.0.input_proj.weight": EYE}
 
 
 @layout("molmo_d", "molmo_o")
