@@ -194,10 +194,12 @@ class Service:
         return json_response(versions.describe_version(self._models))
 
     async def list_models(self, request: Request) -> Response:
-        return json_response(models.list_cards(self._models.list_facts()))
+        found = models.list_cards(self._models.list_facts())
+        return json_response(models.fit_list(found, request.headers))
 
     async def get_model(self, request: Request) -> Response:
-        return json_response(models.card(self._models.facts_of(request.path_params["id"])))
+        found = models.card(self._models.facts_of(request.path_params["id"]))
+        return json_response(models.fit_card(found, request.headers))
 
     async def tokenizer_info(self, request: Request) -> Response:
         found = self._models.look_up(request.query_params.get("model"))

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+ANTHROPIC_HEADER = "anthropic-version"  # which every client of that API sends
 SLICE = 4096  # tokens that are looked up before others have their turn
 TOKENIZE_FIELDS, DETOKENIZE_FIELDS = field_names(TokenizeRequest), field_names(DetokenizeRequest)
 _OF_A_CHAT = ("tools", "reasoning_effort", "chat_template_kwargs", "continue_final_message")
@@ -47,8 +48,8 @@ class ModelStatus(msgspec.Struct, kw_only=True, frozen=True):
 class ModelCard(msgspec.Struct, kw_only=True, frozen=True):
     """A model. What is not known before it is loaded is left out.
 
-    `type`, `display_name`, `created_at` and `max_input_tokens` are Anthropic's. `size`: bytes of its weight
-    files; `memory`: bytes that its engine holds. `capabilities`: Ollama's words.
+    `type`, `display_name`, `created_at`, `lifecycle` and `max_input_tokens` are Anthropic's. `size`: bytes of
+    its weight files; `memory`: bytes that its engine holds. `capabilities`: Ollama's words.
     """
 
     id: str
@@ -57,6 +58,7 @@ class ModelCard(msgspec.Struct, kw_only=True, frozen=True):
     display_name: str
     created: int
     created_at: str
+    lifecycle: Literal["active"] = "active"
     owned_by: str = "plait"
     max_model_len: Count | UnsetType = UNSET
     max_input_tokens: Count | UnsetType = UNSET
@@ -127,6 +129,19 @@ def card(found: ServedFacts) -> ModelCard:
 def list_cards(models: Iterable[ServedFacts]) -> ModelList:
     """Every model, each before its adapters."""
     return make_list([card(one) for found in models for one in (found, *facts_of_adapters(found))])
+
+
+def fit_card(found: ModelCard, headers: Mapping[str, str]) -> ModelCard:
+    """The card for the client that sent these headers.
+
+    Anthropic's clients read an object of that name where others read `capabilities` as a list: theirs has none.
+    """
+    return msgspec.structs.replace(found, capabilities=UNSET) if ANTHROPIC_HEADER in headers else found
+
+
+def fit_list(found: ModelList, headers: Mapping[str, str]) -> ModelList:
+    """The list for the client that sent these headers: each card as `fit_card` has it."""
+    return msgspec.structs.replace(found, data=[fit_card(one, headers) for one in found.data])
 
 
 def make_list(found: list[ModelCard]) -> ModelList:

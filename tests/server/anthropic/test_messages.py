@@ -32,7 +32,10 @@ PATH = "/v1/messages"
 
 @pytest.fixture
 def claude(base_url: str) -> Iterator[Anthropic]:
-    with Anthropic(base_url=base_url, api_key="none", max_retries=0) as found:
+    """It reads strictly: a field that is missing, or of another type than it declares, raises."""
+    with Anthropic(
+        base_url=base_url, api_key="none", max_retries=0, _strict_response_validation=True
+    ) as found:
         yield found
 
 
@@ -106,6 +109,9 @@ def test_anthropic_s_client_lists_models(claude: Anthropic, client: Client) -> N
     assert (card.type, card.id, card.display_name) == ("model", client.model, client.model)
     assert card.created_at.timestamp() == client.get("/v1/models").json["data"][0]["created"]
     assert (found.has_more, found.first_id, found.last_id) == (False, card.id, card.id)
+    assert claude.models.retrieve(client.model) == card
+    assert (card.lifecycle, card.capabilities) == ("active", None)
+    assert isinstance(client.get("/v1/models").json["data"][0]["capabilities"], list)
 
 
 def test_errors_are_those_of_anthropic(claude: Anthropic, client: Client) -> None:
