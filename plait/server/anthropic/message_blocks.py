@@ -11,6 +11,15 @@ from msgspec import Struct, field
 from plait.engine.admission import MAX_CACHE_PLACES
 from plait.errors import InvalidField
 from plait.server.api.parse_fields import string_of
+from plait.server.api.unread_keys import HARMLESS, list_keys
+
+_MESSAGE_KEYS = frozenset({"role", "content"})
+_BLOCK_KEYS = HARMLESS | {
+    *("type", "text", "thinking", "signature", "name", "input", "tool_use_id", "content", "is_error"),
+    *("caller", "toolset_name"),  # of blocks that another server made
+}
+# Input is always streamed as it comes.
+_TOOL_KEYS = frozenset({"type", "name", "description", "input_schema", "strict", "eager_input_streaming"})
 
 
 class MessageConversation(Struct):
@@ -37,14 +46,16 @@ def conversation(messages: Sequence[Any], system: str | Sequence[Any] | None) ->
     for i, message in enumerate(messages):
         at = f"messages[{i}]"
         role = message.get("role") if isinstance(message, Mapping) else None
-        if role not in ("user", "assistant"):
-            text = f"{at}.role: {role!r:.80} is not 'user' or 'assistant'; system has a field of its own"
+        if role not in ("user", "assistant", "system"):
+            text = f"{at}.role: {role!r:.80} is not 'user', 'assistant' or 'system'"
             raise InvalidField(text, f"{at}.role")
         content = message.get("content")
         if isinstance(content, str):
             chat.add(at, role=role, content=content)
         elif not isinstance(content, list) or not content:
             raise InvalidField(f"{at}.content: it must be text, or a list of blocks", f"{at}.content")
+        elif role == "system":
+            chat.add(at, role=role, content=_text(content, f"{at}.content"))
         elif role == "user":
             _add_user(chat, content, at)
         else:
@@ -62,10 +73,14 @@ def _mark_cached(chat: MessageConversation, content: object, at: str) -> None:
         control = block.get("cache_control") if isinstance(block, Mapping) else None
         if control is None:
             continue
-        if not isinstance(control, Mapping) or control.get("type") != "ephemeral":
-            place = f"{at}[{i}].cache_control"
-            raise InvalidField(f'{place}: it must be {{"type": "ephemeral"}}', place)
+        check_cache_control(control, f"{at}[{i}].cache_control")
         chat.cached.append(len(chat.messages))
+
+
+def check_cache_control(control: object, at: str) -> None:
+    """Raises InvalidField for what marks no place of a cache."""
+    if not isinstance(control, Mapping) or control.get("type") != "ephemeral":
+        raise InvalidField(f'{at}: it must be {{"type": "ephemeral"}}', at)
 
 
 def _add_user(chat: MessageConversation, blocks: Sequence[Any], at: str) -> None:
@@ -143,6 +158,20 @@ def _refuse_block(kind: str, at: str) -> InvalidField:
     return InvalidField(f"{at}: {kind!r:.80} blocks are not supported here", at)
 
 
+def list_unread(messages: Sequence[object], system: object, tools: Sequence[object]) -> list[str]:
+    """Keys of messages, blocks and tools that nothing reads, each once: `tools.input_examples`."""
+    blocks: list[object] = []
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        blocks += content if isinstance(content, list) else ()
+    return [
+        *list_keys(system if isinstance(system, list) else (), _BLOCK_KEYS, "system"),
+        *list_keys(messages, _MESSAGE_KEYS, "messages"),
+        *list_keys(blocks, _BLOCK_KEYS, "messages.content"),
+        *list_keys(tools, _TOOL_KEYS, "tools"),
+    ]
+
+
 def chat_tools(tools: Sequence[object]) -> list[dict[str, Any]]:
     """Tools as a chat describes them. Raises InvalidField for tools that are run by others."""
     found = []
@@ -154,8 +183,7 @@ def chat_tools(tools: Sequence[object]) -> list[dict[str, Any]]:
             text = f"{at}.type: {tool['type']!r:.80} cannot be run here; only tools of the client can"
             raise InvalidField(text, f"{at}.type")
         function = {"name": string_of(tool, "name", at), "parameters": tool.get("input_schema") or {}}
-        if tool.get("description"):
-            function["description"] = tool["description"]
+        function |= {name: tool[name] for name in ("description", "strict") if tool.get(name)}
         found.append({"type": "function", "function": function})
     return found
 

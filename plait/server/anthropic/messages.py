@@ -22,9 +22,11 @@ from plait.server.anthropic.message_blocks import (
     chat_output,
     chat_tool_choice,
     chat_tools,
+    check_cache_control,
     conversation,
     convert_thinking,
     keeps_context,
+    list_unread,
 )
 from plait.server.api import validate
 from plait.server.api.content_blocks import (
@@ -60,6 +62,7 @@ class CountRequest:
     thinking: dict[str, object] | None = None
     output_config: dict[str, object] | None = None
     output_format: dict[str, object] | None = None  # an older name of output_config.format
+    cache_control: dict[str, object] | None = None  # the end of a conversation is kept in any case
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +78,10 @@ class MessagesRequest(CountRequest, SamplingFields, ServiceOptions):
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
+class OutputDetails(msgspec.Struct, frozen=True):
+    thinking_tokens: Count
+
+
 class MessageUsage(msgspec.Struct, frozen=True):
     """Tokens that were in the prefix cache are not among `input_tokens`."""
 
@@ -82,6 +89,7 @@ class MessageUsage(msgspec.Struct, frozen=True):
     output_tokens: Count = 0
     cache_read_input_tokens: Count = 0
     cache_creation_input_tokens: Count = 0
+    output_tokens_details: OutputDetails | UnsetType = UNSET
 
 
 class ContentBlock(msgspec.Struct, frozen=True):
@@ -197,7 +205,7 @@ def plan(context: RequestContext, body: Mapping[str, object]) -> MessagesReply:
     refuse_words_of_a_chat(body, _UNREAD, _NAMES)
     _refuse(body, FIELDS)
     asked = parse_as(body, MessagesRequest)
-    found = conversation(asked.messages, asked.system)
+    found = _read_conversation(context, asked)
     sent = {name: value for name, value in body.items() if name in _PASSED}
     sent |= _translate_fields(asked) | {"stream": asked.stream}
     if asked.stop_sequences:
@@ -214,7 +222,7 @@ def count(context: RequestContext, body: Mapping[str, object]) -> InputTokens:
     """Count the tokens of a prompt. Raises RequestErrors."""
     _refuse(body, COUNT_FIELDS)
     asked = parse_as(body, CountRequest)
-    found, sent = conversation(asked.messages, asked.system), _translate_fields(asked)
+    found, sent = _read_conversation(context, asked), _translate_fields(asked)
     seen = {name: value for name, value in sent.items() if name in models.TEMPLATE_FIELDS}
     with in_words_of(_NAMES, found.places):
         asking = models.TemplateRequest(messages=found.messages, **_continuation(found), **seen)
@@ -236,6 +244,14 @@ def _refuse(body: Mapping[str, object], read: frozenset[str]) -> None:
         if (value := body.get(name)) and not (name == "context_management" and keeps_context(value)):
             raise InvalidField(f"{name}: this server cannot honour it; leave it out", name)
     validate.refuse(body, read)
+
+
+def _read_conversation(context: RequestContext, asked: CountRequest) -> MessageConversation:
+    """The chat of a request; keys that nothing reads are reported. Raises InvalidField."""
+    if asked.cache_control is not None:
+        check_cache_control(asked.cache_control, "cache_control")
+    context.report_unread(list_unread(asked.messages, asked.system, asked.tools), {})
+    return conversation(asked.messages, asked.system)
 
 
 def _cache_places(asked: MessagesRequest, found: MessageConversation) -> list[int]:
@@ -342,7 +358,9 @@ def _content(block: ReplyBlock) -> ContentBlock:
 def _usage(found: Usage) -> MessageUsage:
     """Usage in Anthropic's fields: cached tokens are counted apart from the input."""
     cached = found.prompt_tokens_details.cached_tokens
-    return MessageUsage(found.prompt_tokens - cached, found.completion_tokens, cached)
+    details = OutputDetails(found.completion_tokens_details.reasoning_tokens)
+    read = found.prompt_tokens - cached
+    return MessageUsage(read, found.completion_tokens, cached, output_tokens_details=details)
 
 
 ENDPOINTS = (

@@ -39,5 +39,14 @@ def list_unread_keys(
     return found + [f"messages.content.{key}" for key in parts]
 
 
+def list_keys(objects: Iterable[object], known: frozenset[str], at: str) -> list[str]:
+    """Keys with a value that are not `known`, each once, as `at` names them: `tools.defer_loading`."""
+    found = dict[str, None]()
+    for one in objects:
+        if isinstance(one, Mapping):
+            found |= dict.fromkeys(str(key) for key in _list_set(one, known) if one[key] is not False)
+    return [f"{at}.{key}" for key in found]
+
+
 def _list_set(found: Mapping[str, object], known: frozenset[str]) -> list[str]:
     return [key for key, value in found.items() if key not in known and value not in (None, "", [], {})]

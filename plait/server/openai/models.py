@@ -134,7 +134,7 @@ def list_cards(models: Iterable[ServedFacts]) -> ModelList:
 def fit_card(found: ModelCard, headers: Mapping[str, str]) -> ModelCard:
     """The card for the client that sent these headers.
 
-    Anthropic's clients read an object of that name where others read `capabilities` as a list: theirs has none.
+    Anthropic's clients read an object where others read `capabilities` as a list, so theirs has none.
     """
     return msgspec.structs.replace(found, capabilities=UNSET) if ANTHROPIC_HEADER in headers else found
 

@@ -20,6 +20,7 @@ from plait.server.anthropic.message_blocks import (
     convert_thinking,
 )
 from plait.server.anthropic.messages import MessagesReply
+from plait.server.api.validate import IGNORED_HEADER
 from plait.server.http.errors import Problem
 from tests.contract.wire import Answer, Client
 from tests.server.conftest import serving, wait_until
@@ -57,6 +58,7 @@ def test_text_in_text_out(client: Client) -> None:
     assert (body["stop_reason"], body["stop_sequence"]) == ("end_turn", None)
     usage = body["usage"]
     assert usage["output_tokens"] == len("Hello there")
+    assert usage["output_tokens_details"] == {"thinking_tokens": 0}
     assert usage["cache_read_input_tokens"] == 3
     assert usage["input_tokens"] + 3 == len("Hello there") + 1
 
@@ -189,7 +191,10 @@ CALL_BLOCK = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
     ("body", "word"),
     [
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "system", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [*user("a"), {"role": "system", "content": []}]}, "messages[1].content"),
+        ({"messages": [*user("a"), {"role": "system", "content": [CALL_BLOCK]}]}, "messages[1].content[0]"),
+        ({"cache_control": {"type": "for ever"}}, "cache_control"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id"),
@@ -237,6 +242,38 @@ def test_a_reply_goes_on_from_the_assistant_s_last_words(client: Client) -> None
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == counted
 
 
+def test_a_system_message_has_its_place_in_the_conversation(claude: Anthropic, client: Client) -> None:
+    brief: Any = {
+        "role": "system",
+        "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief"}],
+    }
+    messages: Any = [*user("Hello"), {"role": "assistant", "content": "Hi"}, brief, *user("More")]
+    found = conversation(messages, "Be kind")
+    assert [message["role"] for message in found.messages] == [
+        "system",
+        "user",
+        "assistant",
+        "system",
+        "user",
+    ]
+    assert found.messages[3]["content"] == "Be\nbrief"
+    assert claude.messages.create(model=client.model, max_tokens=50, messages=messages).content
+
+
+def test_keys_that_nothing_reads_are_named_in_the_header(client: Client) -> None:
+    quiet = {"type": "text", "text": "Hello", "citations": [{}], "cache_control": {"type": "ephemeral"}}
+    tool = {"name": "look", "input_schema": {"type": "object"}, "defer_loading": False, "strict": True}
+    body: dict[str, Any] = {"cache_control": {"type": "ephemeral"}, "tool_choice": {"type": "none"}}
+    assert IGNORED_HEADER not in ask(client, [quiet], tools=[tool], **body).headers
+    tool |= {"defer_loading": True, "input_examples": [{"at": "sea"}]}
+    told = [{**quiet, "title": "a"}]
+    answer = ask(client, told, tools=[tool], system=[{**quiet, "weight": 0}], speed="fast", **body)
+    named = "speed,system.weight,messages.content.title,tools.defer_loading,tools.input_examples"
+    assert answer.headers[IGNORED_HEADER] == named
+    counted = {"model": client.model, "messages": [{"role": "user", "content": told}]}
+    assert client.post(PATH + "/count_tokens", counted).headers[IGNORED_HEADER] == "messages.content.title"
+
+
 def test_blocks_become_messages_and_tools_functions() -> None:
     messages = [
         {"role": "user", "content": "weather?"},
@@ -274,6 +311,8 @@ def test_blocks_become_messages_and_tools_functions() -> None:
     schema = {"type": "object", "properties": {}}
     (tool,) = chat_tools([{"name": "look", "description": "looks", "input_schema": schema}])
     assert tool["function"] == {"name": "look", "description": "looks", "parameters": schema}
+    (tool,) = chat_tools([{"name": "look", "input_schema": schema, "strict": True, "input_examples": [{}]}])
+    assert tool["function"] == {"name": "look", "parameters": schema, "strict": True}
     assert chat_tool_choice({"type": "any", "disable_parallel_tool_use": True}) == {
         "tool_choice": "required",
         "parallel_tool_calls": False,
@@ -318,6 +357,11 @@ def test_thinking_text_and_calls_are_blocks_one_after_the_other() -> None:
     ]
     assert body["stop_reason"] == "tool_use"
     anthropic.types.Message.model_validate(body)
+    deltas = [msgspec.structs.replace(delta, num_reasoning_tokens=2) for delta in said()]
+    thought = {"thinking_tokens": 2}
+    assert played(stream=False, deltas=deltas)["usage"]["output_tokens_details"] == thought
+    (end,) = [event for event in played(stream=True, deltas=deltas) if event["type"] == "message_delta"]
+    assert end["usage"]["output_tokens_details"] == thought
 
 
 def test_events_of_every_block_add_up() -> None:
