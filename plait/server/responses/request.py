@@ -17,6 +17,7 @@ from plait.server.api.content_blocks import refuse_words_of_a_chat
 from plait.server.api.parse_fields import field_names, parse_as
 from plait.server.api.schema import Objects
 from plait.server.api.stored_metadata import read_metadata
+from plait.server.api.unread_keys import HARMLESS, list_keys
 from plait.server.gateway.request_context import RequestContext
 from plait.server.openai import chat
 from plait.server.responses.input_items import (
@@ -55,10 +56,13 @@ PLAIN_TEXT, USUAL_REASONING = TextOptions(), ReasoningOptions()
 
 @dataclass(frozen=True, kw_only=True)
 class ResponsesRequest(SamplingFields, ServiceOptions):
-    """POST /v1/responses. The other fields of a chat (`seed`, `top_k`, `stop`, …) are accepted here too."""
+    """POST /v1/responses. The other fields of a chat (`seed`, `top_k`, `stop`, …) are accepted here too.
+
+    `input` may be left out where a conversation has items already.
+    """
 
     model: str | None = None
-    input: str | list[dict[str, object]]
+    input: str | list[dict[str, object]] = field(default_factory=list)
     instructions: str | None = None
     max_output_tokens: MaxTokens = None
     stream: bool = False
@@ -107,6 +111,16 @@ NAMES = {
     "parameters": "parameters",
 }
 _REFUSED = ("prompt", "context_management", "moderation")
+_FUNCTION_KEYS = frozenset({"type", "name", "description", "parameters", "strict"})
+_ITEM_KEYS = frozenset(
+    {
+        *("type", "id", "status", "role", "content", "summary", "encrypted_content", "call_id", "name"),
+        *("arguments", "output", "error", "server_label", "tools"),
+        *("approval_request_id", "approve", "reason"),
+        *("caller", "created_by"),  # of items that another server made
+    }
+)
+_PART_KEYS = HARMLESS | {"type", "text", "refusal", "logprobs"}
 
 
 class ReadRequest(Struct, frozen=True):
@@ -133,6 +147,7 @@ def read_request(context: RequestContext, body: Mapping[str, object]) -> ReadReq
     for name in _REFUSED:
         if body.get(name):
             raise InvalidField(f"{name}: this server cannot honour it; leave it out", name)
+    _check_caching(body.get("prompt_cache_options"))
     refuse_words_of_a_chat(body, _UNREAD, NAMES)
     validate.refuse(body, FIELDS)
     asked = parse_as(body, ResponsesRequest)
@@ -146,12 +161,29 @@ def read_request(context: RequestContext, body: Mapping[str, object]) -> ReadReq
 
 
 def _list_unread(body: Mapping[str, object]) -> list[str]:
-    """Fields of objects that change nothing here, such as `reasoning.context`."""
+    """Fields of objects that change nothing here, such as `reasoning.context` and `tools.defer_loading`."""
+    tools, items = (value if isinstance(value, list) else [] for value in map(body.get, ("tools", "input")))
+    functions = [tool for tool in tools if isinstance(tool, Mapping) and tool.get("type") == "function"]
+    contents = [item.get("content") for item in items if isinstance(item, Mapping)]
+    texts = [part for content in contents if isinstance(content, list) for part in content]
     parts = {"text": TextOptions, "reasoning": ReasoningOptions}
     sent = {at: value for at in parts if isinstance(value := body.get(at), Mapping)}
-    return [
+    unread = (
         f"{at}.{name}" for at, value in sent.items() for name in value if name not in field_names(parts[at])
+    )
+    return [
+        *unread,
+        *list_keys(functions, _FUNCTION_KEYS, "tools"),
+        *list_keys(items, _ITEM_KEYS, "input"),
+        *list_keys(texts, _PART_KEYS, "input.content"),
     ]
+
+
+def _check_caching(options: object) -> None:
+    """Raises InvalidField for options under which OpenAI would generate nothing."""
+    if isinstance(options, Mapping) and options.get("prewarm"):
+        at = "prompt_cache_options.prewarm"
+        raise InvalidField(f"{at}: this server cannot honour it; send the request itself", at)
 
 
 def _earlier(context: RequestContext, asked: ResponsesRequest) -> list[Item]:

@@ -188,6 +188,8 @@ def test_calls_results_and_reasoning_become_messages() -> None:
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
         ({"input": "x" * 3000}, "input"),
+        ({"input": None}, "input"),
+        ({"prompt_cache_options": {"prewarm": True}}, "prompt_cache_options.prewarm"),
     ],
 )
 def test_refusals_are_in_the_words_of_this_api(client: Client, body: dict[str, Any], param: str) -> None:
@@ -226,6 +228,22 @@ def test_what_a_chat_calls_otherwise_is_refused_and_not_forgotten(
 def test_fields_of_objects_that_change_nothing_are_reported(client: Client) -> None:
     answer = respond(client, "a", reasoning={"mode": "pro", "summary": None}, text={"shape": 1})
     assert (answer.status, answer.headers["x-plait-ignored"]) == (200, "text.shape,reasoning.mode")
+
+
+def test_keys_that_nothing_reads_are_reported(client: Client) -> None:
+    part = {"type": "input_text", "text": "a", "prompt_cache_breakpoint": None, "annotations": [{}]}
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "caller": {"type": "x"}}
+    result = {"type": "function_call_output", "call_id": "c", "output": "b", "id": None}
+    tool = {"type": "function", "name": "f", "parameters": {}, "strict": False, "defer_loading": False}
+    asked: dict[str, Any] = {"tool_choice": "none", "prompt_cache_options": {"mode": "explicit"}}
+    answer = respond(client, [{"role": "user", "content": [part]}, call, result], tools=[tool], **asked)
+    assert (answer.status, answer.headers["x-plait-ignored"]) == (200, "prompt_cache_options")
+    part |= {"prompt_cache_breakpoint": {"mode": "explicit"}}
+    message = {"role": "user", "content": [part], "phase": "commentary"}
+    tool |= {"defer_loading": True, "output_schema": {"type": "object"}}
+    answer = respond(client, [call, result, message], tools=[tool], tool_choice="none")
+    named = "tools.defer_loading,tools.output_schema,input.phase,input.content.prompt_cache_breakpoint"
+    assert (answer.status, answer.headers["x-plait-ignored"]) == (200, named)
 
 
 def test_words_of_a_chat_that_say_nothing_are_taken(client: Client) -> None:

@@ -89,6 +89,15 @@ def test_responses_go_on_from_a_conversation_and_are_added_to_it(alice: OpenAI, 
     assert output.id == first.output[0].id
 
 
+def test_a_response_needs_no_input_where_a_conversation_has_items(alice: OpenAI) -> None:
+    made = alice.conversations.create(items=[user("zero")])
+    assert alice.responses.input_tokens.count(model=MODEL, conversation=made.id).input_tokens > 0
+    assert alice.responses.create(model=MODEL, temperature=0, conversation=made.id).output_text == "zero"
+    assert texts(alice, made.id) == ["zero", "zero"]
+    with pytest.raises(BadRequestError, match="input: it has no message"):
+        alice.responses.create(model=MODEL)
+
+
 def test_a_response_in_the_background_is_added_when_it_is_whole(alice: OpenAI) -> None:
     made = alice.conversations.create()
     asked: Any = {"model": MODEL, "temperature": 0, "conversation": made.id, "background": True}
