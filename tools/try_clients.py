@@ -3,8 +3,9 @@
 `python tools/try_clients.py --server URL --model NAME --python PYTHON --node FOLDER --write` tries the
 scripts of `tools/clients`: those of Python with that interpreter, which has the clients installed (`--list`
 names them), those of Node in that folder, with its `node_modules`. `--python SCRIPT=PYTHON` is for one of
-them: aider, lm-eval and Open WebUI want environments of their own. The server needs a template with a place
-for tools; `tools/clients/template.jinja` is one.
+them: aider, lm-eval and Open WebUI want environments of their own, and in one environment frameworks hold
+each other's clients at old versions. The newest clients for Node want Node 22 or newer; npm takes older ones
+for an older Node. The server needs a template with a place for tools; `tools/clients/template.jinja` is one.
 """
 
 from __future__ import annotations
@@ -35,10 +36,13 @@ CLIENTS = {
     "ollama_node.mjs": ("ollama (Node)", "Ollama", "ollama"),
     "litellm_python.py": ("litellm", "OpenAI", "litellm"),
     "langchain_python.py": ("langchain-openai", "OpenAI", "langchain-openai"),
+    "langchain_anthropic_python.py": ("langchain-anthropic", "Anthropic", "langchain-anthropic"),
     "llama_index_python.py": ("llama-index-llms-openai-like", "OpenAI", "llama-index-llms-openai-like"),
     "instructor_python.py": ("instructor", "OpenAI", "instructor"),
     "pydantic_ai_python.py": ("pydantic-ai", "OpenAI", "pydantic-ai-slim"),
+    "openai_agents_python.py": ("openai-agents", "OpenAI", "openai-agents"),
     "vercel_ai_node.mjs": ("ai, @ai-sdk/openai-compatible (Node)", "OpenAI", "ai"),
+    "vercel_ai_own_node.mjs": ("ai, @ai-sdk/openai and anthropic (Node)", "OpenAI, Anthropic", "ai"),
     "llm_python.py": ("llm", "OpenAI", "llm"),
     "lm_eval_python.py": ("lm-eval", "OpenAI", "lm-eval"),
     "aider_python.py": ("aider", "OpenAI, Ollama", "aider-chat"),

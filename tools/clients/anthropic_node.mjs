@@ -15,4 +15,9 @@ await report({
     const made = await client.messages.create({ ...asked, tools: [weather], tool_choice: choice });
     expect("city" in made.content.find((part) => part.type === "tool_use").input);
   },
+  schema: async () => {
+    const form = { format: { type: "json_schema", schema: PARAMETERS } };
+    const made = await client.messages.create({ ...asked, output_config: form });
+    expect("city" in JSON.parse(made.content[0].text));
+  },
 });

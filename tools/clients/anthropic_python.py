@@ -24,4 +24,10 @@ def tools() -> None:
     assert "city" in next(part for part in made.content if part.type == "tool_use").input
 
 
-report(chat=chat, stream=stream, tools=tools)
+def schema() -> None:
+    form = {"format": {"type": "json_schema", "schema": PARAMETERS}}
+    made = client.messages.create(**{**ASKED, "max_tokens": 96}, output_config=form)
+    assert '"city"' in made.content[0].text
+
+
+report(chat=chat, stream=stream, tools=tools, schema=schema)

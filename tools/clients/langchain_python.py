@@ -30,4 +30,10 @@ def embeddings() -> None:
     assert made.embed_documents(["a", "b"])[1]
 
 
-report(chat=chat, stream=stream, tools=tools, schema=schema, embeddings=embeddings)
+def responses() -> None:
+    model = ChatOpenAI(model=MODEL, base_url=f"{URL}/v1", api_key="x", max_tokens=24, use_responses_api=True)
+    assert model.invoke(QUESTION).text
+    assert "".join(chunk.text for chunk in model.stream(QUESTION))
+
+
+report(chat=chat, stream=stream, tools=tools, schema=schema, embeddings=embeddings, responses=responses)

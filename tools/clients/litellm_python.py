@@ -33,4 +33,14 @@ def embeddings() -> None:
     assert made.data[0]["embedding"]
 
 
-report(chat=chat, stream=stream, tools=tools, embeddings=embeddings)
+def schema() -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "place", "schema": PARAMETERS, "strict": True}}
+    assert '"city"' in litellm.completion(**ASKED, response_format=form).choices[0].message.content
+
+
+def responses() -> None:
+    to = {"model": f"openai/{MODEL}", "api_base": f"{URL}/v1", "api_key": "x"}
+    assert litellm.responses(input=QUESTION, max_output_tokens=24, **to).output[0].content[0].text
+
+
+report(chat=chat, stream=stream, tools=tools, schema=schema, embeddings=embeddings, responses=responses)

@@ -1,7 +1,7 @@
 /** OpenAI's client for Node. */
 
 import OpenAI from "openai";
-import { MESSAGES, MODEL, PARAMETERS, URL, expect, report } from "./common.mjs";
+import { MESSAGES, MODEL, PARAMETERS, QUESTION, URL, expect, report } from "./common.mjs";
 
 const client = new OpenAI({ baseURL: `${URL}/v1`, apiKey: "x" });
 const asked = { model: MODEL, messages: MESSAGES, max_tokens: 96 };
@@ -29,4 +29,9 @@ await report({
     expect("city" in JSON.parse(made.choices[0].message.content));
   },
   embeddings: async () => expect((await client.embeddings.create({ model: MODEL, input: ["a", "b"] })).data[1]),
+  responses: async () => {
+    const wanted = { model: MODEL, input: QUESTION, temperature: 0 };
+    const streamed = (await client.responses.stream(wanted).finalResponse()).output_text;
+    expect(streamed && (await client.responses.create(wanted)).output_text === streamed);
+  },
 });

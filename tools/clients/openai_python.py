@@ -35,4 +35,12 @@ def embeddings() -> None:
     assert client.embeddings.create(model=MODEL, input=["a", "b"]).data[1].embedding
 
 
-report(chat=chat, stream=stream, tools=tools, schema=schema, embeddings=embeddings)
+def responses() -> None:
+    asked = {"model": MODEL, "input": QUESTION, "temperature": 0}
+    with client.responses.stream(**asked) as events:
+        assert "".join(event.delta for event in events if event.type == "response.output_text.delta")
+        streamed = events.get_final_response().output_text
+    assert client.responses.create(**asked).output_text == streamed
+
+
+report(chat=chat, stream=stream, tools=tools, schema=schema, embeddings=embeddings, responses=responses)

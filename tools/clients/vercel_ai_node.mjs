@@ -1,7 +1,7 @@
 /** Vercel's AI SDK over its OpenAI-compatible provider. */
 
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
-import { embed, generateText, jsonSchema, streamText, tool } from "ai";
+import { Output, embed, generateText, jsonSchema, streamText, tool } from "ai";
 import { MODEL, PARAMETERS, QUESTION, URL, expect, report } from "./common.mjs";
 
 const provider = createOpenAICompatible({
@@ -23,6 +23,10 @@ await report({
     const weather = tool({ description: "The weather of a city.", inputSchema: jsonSchema(PARAMETERS) });
     const made = await generateText({ ...asked, tools: { weather }, toolChoice: { type: "tool", toolName: "weather" } });
     expect("city" in made.toolCalls[0].input);
+  },
+  schema: async () => {
+    const output = Output.object({ schema: jsonSchema(PARAMETERS) });
+    expect("city" in (await generateText({ ...asked, output })).output);
   },
   embeddings: async () =>
     expect((await embed({ model: provider.textEmbeddingModel(MODEL), value: "a", maxRetries: 0 })).embedding),
