@@ -185,21 +185,27 @@ def _expert_rules(count: int, router: str, up: str, down: str) -> Rules:
     }
 
 
-def _attention_scale(m: Metadata) -> None:
-    """The scale of attention: 1/sqrt(head_dim) where the file has no key."""
-    if "attention_multiplier" not in m.config:
+def attention_scale(m: Metadata) -> None:
+    """The scale of attention: 1/sqrt(head_dim) where the file has no key, or 0."""
+    if not m.config.get("attention_multiplier") and m.config.get("num_attention_heads"):
         dim = m.config.get("head_dim") or m.config["hidden_size"] // m.config["num_attention_heads"]
         m.put("attention_multiplier", dim**-0.5, "default (1 / √head_dim)")
 
 
-gguf_arch("granite", "GraniteForCausalLM", constants={"rope_interleave": True})(_attention_scale)
-gguf_arch("granitemoe", "GraniteMoeForCausalLM", constants={"rope_interleave": True})(_attention_scale)
+def _granite_in_gguf(m: Metadata) -> None:
+    attention_scale(m)
+    if m.values.get("rope.scaling.finetuned") is False:  # means so for these architectures alone
+        m.put("position_embedding_type", "nope", f"{FILE} {m.prefix}rope.scaling.finetuned")
+
+
+gguf_arch("granite", "GraniteForCausalLM", constants={"rope_interleave": True})(_granite_in_gguf)
+gguf_arch("granitemoe", "GraniteMoeForCausalLM", constants={"rope_interleave": True})(_granite_in_gguf)
 
 
 @gguf_arch("minicpm", "GraniteForCausalLM", constants={"rope_interleave": True}, is_written=False)
 def _minicpm(m: Metadata) -> None:
     """MiniCPM 1, 2 and 4: Granite's multipliers. Files of before they were written have the first model's."""
-    _attention_scale(m)
+    attention_scale(m)
     usual = {
         "embedding_multiplier": 12.0,
         "residual_multiplier": 1.4 / m.config["num_hidden_layers"] ** 0.5,
@@ -219,7 +225,7 @@ def _window_names(c: Config) -> Rules:
 
 @gguf_arch("granite_swa", "GraniteSWAForCausalLM", constants={"rope_interleave": True}, names=_window_names)
 def _windows_in_gguf(m: Metadata) -> None:
-    _attention_scale(m)
+    attention_scale(m)
     windows(m, 4)
     turned = m.values.get("attention.rope_pattern")
     bases = [m.config["rope_theta"] if one else 0 for one in turned or ()]

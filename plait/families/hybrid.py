@@ -21,7 +21,7 @@ from plait.families.common.spec_builders import gqa, mamba2, mlp, model, norm, r
 from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import LINEAR, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch, head_size
-from plait.families.granite import granite_ffn, granite_tensors
+from plait.families.granite import attention_scale, granite_ffn, granite_tensors
 from plait.spec.model import BranchSpec, ModelSpec, MoeSpec, ParallelSpec
 
 L = "model.layers.{i}"
@@ -228,6 +228,7 @@ def _falcon_names(c: Config, inner: int) -> Rules:
 def _granite_gguf(m: Metadata) -> None:
     if "mamba_d_ssm" in m.config and m.config.get("mamba_n_heads"):
         head_size(m)
+    attention_scale(m)  # Bamba's files have no key of it
     is_rotated = m.values.get("rope.scaling.finetuned", True)
     m.put("position_embedding_type", "rope" if is_rotated else "nope", f"{FILE} rope.scaling.finetuned")
     if "num_experts" not in m.config:

@@ -161,4 +161,4 @@ def _mimo_in_gguf(m: Metadata) -> None:
         m.put(key, heads, f"{FILE} {m.prefix}attention.head_count_kv")
     m.take("v_head_dim", "attention.value_length", m.config["head_dim"])
     m.take("attention_value_scale", "attention.value_scale", 1.0)
-    m.take("rope_local_base_freq", "rope.freq_base_swa", m.config.get("rope_theta", 1e4))
+    m.take("rope_local_base_freq", "rope.freq_base_swa", 1e4)

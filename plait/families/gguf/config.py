@@ -23,6 +23,15 @@ from plait.families.gguf.effects import check_unread
 from plait.families.gguf.unserved import UNSERVED
 from plait.ops.rope import yarn_mscale
 
+# A file may have two epsilons, of which llama.cpp reads one: the layer norm's in these, else the RMS norm's.
+LAYER_NORMS = frozenset(
+    (
+        *("bloom", "codeshell", "cohere2", "command-r", "dbrx", "falcon", "gpt2", "gptneox", "jais", "jais2"),
+        *("mpt", "nemotron", "olmo", "orion", "phi2", "stablelm", "starcoder", "starcoder2"),
+    )
+)
+FACTORS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+
 
 def gguf_config(
     metadata: Values, shapes: Shapes, read: Callable[[str], Tensor], given: Values = NOTHING
@@ -44,8 +53,10 @@ def gguf_config(
     m.put("tie_word_embeddings", "output.weight" not in shapes, "tensor output.weight")
     if extra := m.config.get("num_nextn_predict_layers"):
         m.config["num_hidden_layers"] -= extra
-    if m.config.get("routed_scaling_factor") == 0:  # what no file means by it is that experts give nothing
-        m.put("routed_scaling_factor", 1.0, f"{FILE} {m.prefix}expert_weights_scale, which is 0: none")
+    if m.config.get("num_experts") and not m.config.get("routed_scaling_factor"):  # 0: none, too
+        m.put(
+            "routed_scaling_factor", 1.0, f"{FILE} {m.prefix}expert_weights_scale, which is 0 or absent: none"
+        )
     check_config(m.config, FILE)  # before anything has as many parts as the file says
     _rope(m, read)
     _kinds(m)
@@ -69,8 +80,10 @@ def _read_keys(m: Metadata, entry: Arch, given: Values) -> None:
         if theirs in entry.by_layer and isinstance(m.values.get(theirs), list):
             m.put(ours, max(m.values[theirs]), f"{FILE} {m.prefix}{theirs}")
             m.take(entry.by_layer[theirs], theirs)
-        elif theirs in m.values:
+        elif theirs in m.values and (m.values[theirs] or ours not in FACTORS):  # a factor of 0 is none
             m.put(ours, _one(m.values[theirs]), f"{FILE} {m.prefix}{theirs}")
+    if m.arch not in LAYER_NORMS and "attention.layer_norm_rms_epsilon" in m.values:
+        m.take("norm_eps", "attention.layer_norm_rms_epsilon")
     for key, value in given.items():
         if key not in m.config:
             m.put(key, value, "--set")
@@ -111,18 +124,39 @@ def _architecture(m: Metadata, usual: str) -> str:
 
 def _rope(m: Metadata, read: Callable[[str], Tensor]) -> None:
     scaling = _scaling(m)
-    if "rope_factors_long.weight" in m.shapes:
+    if any(f"rope_factors_{x}.weight" in m.shapes for x in ("long", "short")):
+        _stretch_by(m, scaling, "rope_factors_long.weight")
         m.put("rope_scaling", _longrope(m, read), "tensors rope_factors_long.weight and _short")
     elif "rope_freqs.weight" in m.shapes:
-        scaling = {"rope_type": "divisors", "divisors": read("rope_freqs.weight").flatten().tolist()}
+        factor = _stretch_by(m, scaling, "rope_freqs.weight")
+        divisors = [factor * number for number in read("rope_freqs.weight").flatten().tolist()]
+        scaling = {"rope_type": "divisors", "divisors": divisors}
         m.put("rope_scaling", scaling, "tensor rope_freqs.weight")
     elif scaling:
         m.put("rope_scaling", scaling, f"{FILE} {m.prefix}rope.scaling")
     dim, rotated = m.config.get("head_dim"), m.values.get("rope.dimension_count")
     if m.config.get("num_attention_heads") and not dim:
         dim = m.config["hidden_size"] // m.config["num_attention_heads"]
-    if rotated and dim and not m.config.get("kv_lora_rank"):
-        m.put("partial_rotary_factor", rotated / dim, f"{FILE} {m.prefix}rope.dimension_count")
+    if dim and not m.config.get("kv_lora_rank"):  # no family's number stands for that of a file
+        m.config.setdefault("head_dim", dim)
+        why = f"{FILE} {m.prefix}rope.dimension_count" if rotated else "default (the GGUF format)"
+        m.put("partial_rotary_factor", rotated / dim if rotated else 1.0, why)
+
+
+def _stretch_by(m: Metadata, scaling: Mapping[str, object], tensor: str) -> float:
+    """What the metadata divides all frequencies by, next to a tensor of divisors: both count in llama.cpp.
+
+    Raises UnsupportedModel for a scaling that is no one factor.
+    """
+    kind, factor = scaling.get("rope_type"), scaling.get("factor")
+    if factor in (None, 0, 1):
+        return 1.0
+    if kind == "linear" and tensor == "rope_freqs.weight" and isinstance(factor, int | float):
+        return factor
+    raise UnsupportedModel(
+        f"the GGUF file has {tensor} and {m.prefix}rope.scaling of type {kind}; both "
+        "together are not implemented"
+    )
 
 
 def _scaling(m: Metadata) -> dict[str, object]:
@@ -147,6 +181,11 @@ def _scaling(m: Metadata) -> dict[str, object]:
             if multiplier and m.arch == "mistral3":
                 scaling["mscale"], scaling["mscale_all_dim"] = 1.0, multiplier
             scaling["attention_factor"] = _yarn_factor(m, 1.0 if "mscale" in scaling else _usual(scaling))
+    elif kind == "longrope" and factor not in (None, 0, 1):
+        raise UnsupportedModel(
+            f"{m.prefix}rope.scaling has a factor of {factor!r:.40} next to the type longrope, which has "
+            "lists of divisors instead; both together are not implemented"
+        )
     elif kind not in (None, "none", "longrope"):
         raise UnsupportedModel(
             f"rope.scaling.type {kind!r} is not known; known: none, linear, yarn, longrope"
@@ -174,7 +213,10 @@ def _yarn_factor(m: Metadata, plain: float) -> float | None:
 
 def _longrope(m: Metadata, read: Callable[[str], Tensor]) -> dict[str, Any]:
     """Phi's two lists of divisors, and the number that cos and sin are multiplied by."""
-    lists = {f"{x}_factor": read(f"rope_factors_{x}.weight").flatten().tolist() for x in ("long", "short")}
+    names = {f"{x}_factor": f"rope_factors_{x}.weight" for x in ("long", "short")}
+    if lacking := [name for name in names.values() if name not in m.shapes]:
+        raise UnsupportedModel(f"the GGUF file has no {lacking[0]}, but the other list of divisors")
+    lists = {key: read(name).flatten().tolist() for key, name in names.items()}
     original = m.values.get("rope.scaling.original_context_length", m.config["max_position_embeddings"])
     return {
         "rope_type": "longrope",
