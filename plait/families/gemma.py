@@ -153,6 +153,7 @@ def _names(prefix: str) -> Rules:
 
 @gguf_arch("gemma2", "Gemma2ForCausalLM", constants={"sliding_window": 4096})
 def _gemma2(m: Metadata) -> None:
+    windows(m, 2)
     _gemma_scale(m, 46)
 
 

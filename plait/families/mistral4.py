@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from plait.checkpoint.names import NameMap
+from plait.errors import UnsupportedModel
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import sigmoid_router
 from plait.families.config.normalize import Config
@@ -40,7 +41,13 @@ def mistral4(c: Config) -> tuple[ModelSpec, NameMap]:
 def _mistral4_in_gguf(m: Metadata) -> None:
     latent_sizes(m)
     check_router(m, "softmax", renormalizes=None)
-    key = "attention.temperature_scale"
+    key, length = "attention.temperature_scale", m.values.get("attention.temperature_length")
+    original = m.values.get("rope.scaling.original_context_length")
+    if length not in (None, original):
+        raise UnsupportedModel(
+            f"{m.prefix}attention.temperature_length is {length!r:.40}; queries of Mistral 4 grow behind the "
+            f"original context of {original!r:.40} tokens"
+        )
     if (growth := m.values.get(key)) is None:  # no converter writes what queries grow by
         m.put("llama_4_scaling_beta", GROWTH, "default (of the one model)")
     else:

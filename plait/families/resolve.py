@@ -34,7 +34,7 @@ from plait.families.config.normalize import (
 )
 from plait.families.detect.detect import HEADS, Shapes, infer_config, layer_kinds
 from plait.families.gguf.config import gguf_config
-from plait.families.gguf.effects import check_scores
+from plait.families.gguf.effects import check_routers, check_windows
 from plait.families.gguf.names import gguf_names
 from plait.families.oxidizr.oxidizr import is_oxidizr, resolve_oxidizr
 from plait.quant.weight import as_tensor
@@ -295,6 +295,7 @@ def _resolve_gguf(
     _check_keys(given, flat)
     c = _normalize_config(flat)
     resolved = _build_resolved(c, why)
-    check_scores(metadata, resolved.spec)
+    check_routers(metadata, resolved.spec)
+    check_windows(metadata, resolved.spec)
     names = gguf_names(c)
     return Resolved(resolved.spec, names, c, resolved.provenance, resolved.family, hf_names=resolved.names)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from plait.errors import UnsupportedModel
 from plait.families.gguf.arch import Metadata
-from plait.spec.model import ModelSpec, MoeSpec
+from plait.spec.model import AttentionSpec, MlaSpec, ModelSpec, MoeSpec
 
 # Key behind the architecture's prefix -> the values that change nothing in a model that does not know it.
 _NONE: tuple[object, ...] = (0, 0.0, False, [], "")
@@ -41,8 +41,15 @@ OF_WINDOWS: Mapping[str, str] = {
     "rope.dimension_count_swa": "rope.dimension_count",
     "rope.freq_base_swa": "rope.freq_base",
 }
+# What they are where the file does not say it, as keys of a config.
+USUAL: Mapping[str, str] = {
+    **{f"attention.{x}_length{swa}": "head_dim" for x in ("key", "value") for swa in ("", "_swa")},
+    "rope.dimension_count": "head_dim",
+    "rope.freq_base": "rope_theta",
+}
 SCORES: Mapping[str, tuple[int, ...]] = {"softmax": (1, 3), "sigmoid": (2,), "sqrtsoftplus": (4,)}
-GATING = "expert_gating_func"
+GATING, NORM, SCALE = "expert_gating_func", "expert_weights_norm", "expert_weights_scale"
+GROUPS, TOP_GROUPS = "expert_group_count", "expert_group_used_count"
 
 
 def check_unread(m: Metadata) -> None:
@@ -53,9 +60,9 @@ def check_unread(m: Metadata) -> None:
         parts = value if isinstance(value, list) else [value]
         if value not in HARMLESS[key] and not all(part in HARMLESS[key] for part in parts):
             raise _unknown(m, key, value)
-    if m.config.get("sliding_window"):
+    if m.config.get("sliding_window") or m.arch == "llama4":
         for key in sorted(unread & set(OF_WINDOWS)):
-            usual = m.values.get(OF_WINDOWS[key])
+            usual = m.values.get(OF_WINDOWS[key]) or m.config.get(USUAL[OF_WINDOWS[key]])
             if usual is not None and m.values[key] != usual:
                 raise _unknown(m, key, m.values[key])
     dims = [m.values.get(f"attention.{x}_length") for x in ("key", "value")]
@@ -72,13 +79,46 @@ def _unknown(m: Metadata, key: str, value: object) -> UnsupportedModel:
     )
 
 
-def check_scores(metadata: Mapping[str, object], spec: ModelSpec) -> None:
-    """Refuse a file that scores experts otherwise than its family. Raises UnsupportedModel."""
-    arch = metadata["general.architecture"]
-    told = metadata.get(f"{arch}.{GATING}")
-    for moe in spec.mixers_of(MoeSpec) if told else ():
-        if told not in SCORES[moe.router.score]:
+def check_routers(metadata: Mapping[str, object], spec: ModelSpec) -> None:
+    """Refuse a file that scores, chooses or weighs experts otherwise than its family.
+
+    Raises UnsupportedModel.
+    """
+    prefix = f"{metadata['general.architecture']}."
+    told = {key: metadata.get(f"{prefix}{key}") for key in (GATING, NORM, SCALE, GROUPS, TOP_GROUPS)}
+    for moe in spec.mixers_of(MoeSpec):
+        router, count = moe.router, told[GROUPS] or 1
+        fits = {
+            GATING: not told[GATING] or told[GATING] in SCORES[router.score][: 1 + router.renormalize],
+            NORM: told[NORM] is None or told[NORM] == router.renormalize or moe.top_k == 1,
+            SCALE: told[SCALE] in (None, *_ONE, router.scale),
+            GROUPS: told[GROUPS] is None or count == router.groups or told[TOP_GROUPS] == count,
+            TOP_GROUPS: not told[TOP_GROUPS] or told[TOP_GROUPS] in (router.top_groups, count) or count == 1,
+        }
+        usual = {
+            GATING: f"score experts by a {router.score} ({SCORES[router.score][0]})",
+            NORM: f"have {router.renormalize} there",
+            SCALE: f"have {router.scale:g} there",
+            GROUPS: f"choose among {router.groups} groups",
+            TOP_GROUPS: f"choose {router.top_groups} groups",
+        }
+        for key in (key for key, is_so in fits.items() if not is_so):
             raise UnsupportedModel(
-                f"GGUF metadata {arch}.{GATING} is {told!r:.80}, and {arch} models score experts by a "
-                f"{moe.router.score} ({SCORES[moe.router.score][0]})"
+                f"GGUF metadata {prefix}{key} is {told[key]!r:.80}, and {prefix[:-1]} models {usual[key]}"
+            )
+
+
+def check_windows(metadata: Mapping[str, object], spec: ModelSpec) -> None:
+    """Refuse a list of the layers with windows that is not the family's. Raises UnsupportedModel."""
+    key = f"{metadata['general.architecture']}.attention.sliding_window_pattern"
+    told, found = metadata.get(key), dict[int, bool]()
+    for name, mixer in spec.mixers():
+        if isinstance(mixer, AttentionSpec | MlaSpec) and name.startswith("layers."):
+            found[int(name.split(".")[1])] = mixer.window is not None
+    if isinstance(told, list) and any(found.values()):
+        wrong = [i for i, has in found.items() if i < len(told) and bool(told[i]) != has]
+        if wrong:
+            raise UnsupportedModel(
+                f"GGUF metadata {key} is {told!r:.80}, but a model of this architecture "
+                f"{'has a' if found[wrong[0]] else 'has no'} window in layer {wrong[0]}"
             )

@@ -105,6 +105,80 @@ def test_experts_that_are_scored_otherwise_are_refused() -> None:
     assert {moe.router.scale for moe in spec.mixers_of(MoeSpec)} <= {1.0}
 
 
+@pytest.mark.parametrize(
+    ("arch", "key", "value", "said"),
+    [
+        ("cohere2moe", "expert_weights_norm", False, "cohere2moe models have True there"),
+        ("cohere2moe", "expert_weights_scale", 1.7, "cohere2moe models have 1 there"),
+        ("olmoe", "expert_gating_func", 3, "olmoe models score experts by a softmax"),
+        ("dbrx", "expert_group_count", 2, "dbrx models choose among 1 groups"),
+    ],
+)
+def test_experts_that_are_chosen_or_weighed_otherwise_are_refused(
+    arch: str, key: str, value: object, said: str
+) -> None:
+    keys = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 8}
+    keys |= {"expert_group_used_count": 1, "expert_gating_func": 1, "attention.head_count_kv": 2}
+    usual = {"expert_weights_norm": arch != "olmoe", "expert_weights_scale": 1.0, "expert_group_count": 1}
+    assert plain(arch, **keys, **usual)
+    with pytest.raises(UnsupportedModel, match=f"{arch}.{key} is .*{said}"):
+        plain(arch, **{**keys, **usual, key: value})
+
+
+def test_groups_of_which_all_are_chosen_change_nothing() -> None:
+    keys = {"expert_count": 4, "expert_used_count": 2, "attention.head_count_kv": 2}
+    assert plain("dbrx", **keys, expert_group_count=2, expert_group_used_count=2)
+
+
+def test_windows_of_gemma_2_are_where_its_file_has_them() -> None:
+    def windows_of(**keys: Any) -> list[int | None]:
+        spec = plain("gemma2", **{"attention.sliding_window": 5, **keys})
+        return [mixer.window for mixer in spec.mixers_of(AttentionSpec)]
+
+    assert windows_of() == [5, None, 5, None]
+    assert windows_of(**{"attention.sliding_window_pattern": 4}) == [5, 5, 5, None]
+    assert windows_of(**{"attention.sliding_window_pattern": [False, True] * 2}) == [None, 5, None, 5]
+
+
+def test_another_base_of_chunks_is_refused() -> None:
+    keys = {"expert_count": 4, "expert_used_count": 1, "expert_feed_forward_length": 8}
+    keys |= {"interleave_moe_layer_step": 1}
+    with pytest.raises(UnsupportedModel, match=r"llama4\.rope\.freq_base_swa is 5000"):
+        plain("llama4", **keys, **{"rope.freq_base_swa": 5e3})
+
+
+def test_queries_of_mistral_4_grow_behind_the_original_context() -> None:
+    keys: dict[str, Any] = {"attention.kv_lora_rank": 16, "attention.q_lora_rank": 12}
+    keys |= {"rope.dimension_count": 4, "attention.key_length_mla": 12, "attention.value_length_mla": 6}
+    keys |= {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "attention.temperature_scale": 0.2}
+    keys |= {"rope.scaling.original_context_length": 16, "rope.scaling.yarn_log_multiplier": 0.1}
+    keys |= {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 8}
+    assert plain("mistral4", **keys, **{"attention.temperature_length": 16})
+    with pytest.raises(UnsupportedModel, match=r"temperature_length is 4; .* original context of 16"):
+        plain("mistral4", **keys, **{"attention.temperature_length": 4})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "usual"), [("rope.freq_base_swa", 5e3, 1e4), ("rope.dimension_count_swa", 4, 8)]
+)
+def test_what_layers_with_windows_have_otherwise_is_refused_next_to_no_other_key(
+    key: str, value: float, usual: float
+) -> None:
+    """The others have the format's value where the file does not say it."""
+    assert plain("gemma2", **{"attention.sliding_window": 5, key: usual})
+    with pytest.raises(UnsupportedModel, match=rf"gemma2\.{key} is"):
+        plain("gemma2", **{"attention.sliding_window": 5, key: value})
+
+
+def test_a_list_of_windows_that_the_family_does_not_have_is_refused() -> None:
+    key, window = "attention.sliding_window_pattern", {"attention.sliding_window": 4}
+    assert plain("phi3", **window, **{key: [True] * 4})
+    with pytest.raises(
+        UnsupportedModel, match=r"sliding_window_pattern is \[True, .* has a window in layer 1"
+    ):
+        plain("phi3", **window, **{key: [True, False] * 2})
+
+
 def test_windows_of_gemma_3_are_where_its_file_has_them() -> None:
     """llama.cpp: every sixth layer is a full one unless the file counts otherwise; none has a window else."""
 
