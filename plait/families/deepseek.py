@@ -387,7 +387,11 @@ def _sparse(m: Metadata) -> None:
     m.put("indexer_types", kinds, "the tensors of each layer")
 
 
-@gguf_arch("minicpm3", "MiniCPM3ForCausalLM")
+@gguf_arch(
+    "minicpm3",
+    "MiniCPM3ForCausalLM",
+    names=lambda c: {"layers.{i}.attn.kv_b.weight": "blk.{i}.attn_kv_b.weight"},  # llama.cpp has no stacks
+)
 def _minicpm3(m: Metadata) -> None:
     latent_sizes(m, has_values=False)
     m.size("v_head_dim", "attn_output.weight", 1)

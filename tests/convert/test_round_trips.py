@@ -64,6 +64,9 @@ ONE_WAY = {
     "granite_moe_shared": "granitemoe",
     "kimi_linear": "kimi-linear",
     "minimax": "minimax-01",
+    "minicpm3": "minicpm3",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "stablelm_wide": "stablelm",
 }
 
 
@@ -163,6 +166,33 @@ def test_what_llama_cpp_cannot_say_is_named(name: str, why: str, folder: Path) -
     model, _ = source(name, folder)
     with pytest.raises(UnsupportedFormat, match=why):
         gguf_target(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "notes"),
+    [
+        ("lfm2_moe", {"llama.cpp has no factor of the weights of experts for lfm2moe: there it is 1"}),
+        ("qwen3_next", {"llama.cpp makes weights of experts sum to one in qwen3next models"}),
+        ("mixtral", set()),
+    ],
+)
+def test_how_llama_cpp_weighs_experts_whatever_the_file_says_is_noted(
+    name: str, notes: set[str], folder: Path
+) -> None:
+    found = gguf_target(source(name, folder)[0]).notes
+    assert {note for note in found if "experts" in note} == notes
+
+
+def test_keys_and_shapes_are_those_that_llama_cpp_wants(folder: Path) -> None:
+    ernie = gguf_target(source("ernie4_5_moe", folder)[0])
+    assert ernie.keys["ernie4_5-moe.interleave_moe_layer_step"] == 1
+    minicpm = gguf_target(source("minicpm3", folder)[0])
+    assert minicpm.keys["minicpm3.attention.key_length"] == 12  # not of latents
+    assert minicpm.keys["minicpm3.attention.value_length"] == 6
+    assert "blk.0.attn_kv_b.weight" in {one.name for one in minicpm.made}
+    stablelm = gguf_target(source("stablelm_wide", folder)[0])
+    shapes = {one.name: one.shape for one in stablelm.made}
+    assert shapes["blk.0.attn_q_norm.weight"] == (4, 8)
 
 
 def test_positions_that_stretch_with_length_are_carried_and_llama_cpps_within_the_context(

@@ -317,6 +317,18 @@ def _minimax(spec: ModelSpec) -> Values:
     return {"residual_scale": next((b.keep for _, b in spec.branches() if b.keep), 1.0)}
 
 
+def _minicpm3(spec: ModelSpec) -> Values:
+    """llama.cpp runs these heads as they are, not as one head of latents."""
+    mla = next(spec.mixers_of(MlaSpec))
+    return {"attention.key_length": mla.nope_dim + mla.rope_dim, "attention.value_length": mla.v_dim}
+
+
+def _ernie_moe(spec: ModelSpec) -> Values:
+    """Behind the dense layers one in how many has experts, which llama.cpp must be given."""
+    sparse = [i for i, moe in enumerate(_each(spec, MoeSpec)) if moe]
+    return {"interleave_moe_layer_step": sparse[1] - sparse[0] if len(sparse) > 1 else 1}
+
+
 def _plamo2(spec: ModelSpec) -> Values:
     """PLaMo 2's number of heads is a rank elsewhere; layers without attention have 0 heads of both kinds."""
     ssm = next(spec.mixers_of(Mamba1Spec), None)
@@ -350,5 +362,7 @@ _PARTICULARS: Mapping[str, Callable[[ModelSpec], Values]] = MappingProxyType(
         "olmo2": _olmo,
         "minimax-01": _minimax,
         "plamo2": _plamo2,
+        "minicpm3": _minicpm3,
+        "ernie4_5-moe": _ernie_moe,
     }
 )

@@ -56,6 +56,12 @@ ALSO: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 NO_WINDOWS = {"llama", "phi3"}
+# Architectures of which llama.cpp reads no key on weights of experts; of them those without a sum of one.
+UNSUMMED = {"jamba", "olmoe", "qwen2moe"}
+FIXED_WEIGHTS = UNSUMMED | {
+    *("dbrx", "granitehybrid", "granitemoe", "kimi-linear", "lfm2moe", "llama", "minimax-01", "qwen35moe"),
+    *("qwen3moe", "qwen3next"),
+}
 ROPE_FREQS = "rope_freqs.weight"
 
 
@@ -99,6 +105,7 @@ def gguf_target(model: Model) -> GgufTarget:
 def _notes(spec: ModelSpec, arch: str) -> Iterator[str]:
     if spec.mtp:
         yield "the model's head for drafts (--speculate mtp) is not written"
+    yield from _expert_notes(spec, arch)
     attention = list(spec.mixers_of(AttentionSpec))
     if arch in NO_WINDOWS and any(m.window for m in attention):
         yield f"llama.cpp has no windows for {arch}: there, attention sees all keys"
@@ -107,6 +114,16 @@ def _notes(spec: ModelSpec, arch: str) -> Iterator[str]:
             f"llama.cpp does not stretch positions by length (dynamic NTK): its model is this one up to "
             f"{spec.max_len:,} tokens"
         )
+
+
+def _expert_notes(spec: ModelSpec, arch: str) -> Iterator[str]:
+    """What llama.cpp has fixed for the architecture, whatever the file says."""
+    routers = [moe.router for moe in spec.mixers_of(MoeSpec) if moe.top_k > 1]
+    sums = arch not in UNSUMMED
+    if arch in FIXED_WEIGHTS and any(router.renormalize != sums for router in routers):
+        yield f"llama.cpp {'makes' if sums else 'never makes'} weights of experts sum to one in {arch} models"
+    if arch in FIXED_WEIGHTS - {"kimi-linear"} and any(router.scale != 1 for router in routers):
+        yield f"llama.cpp has no factor of the weights of experts for {arch}: there it is 1"
 
 
 def arches_of(model: Model) -> list[str]:
@@ -159,7 +176,7 @@ def _shape(made: Made, spec: ModelSpec, arch: str) -> tuple[int, ...]:
         return (*made.shape, 1)
     if kind == "ssm_norm.weight" and grouped:
         return (grouped.norm_groups, made.shape[0] // grouped.norm_groups)
-    if arch == "plamo2" and kind in ("attn_q_norm.weight", "attn_k_norm.weight"):
+    if arch in ("plamo2", "stablelm") and kind in ("attn_q_norm.weight", "attn_k_norm.weight"):
         dim = next(spec.mixers_of(AttentionSpec)).head_dim
         return (made.shape[0] // dim, dim)
     if kind == "ffn_gate_inp_shexp.weight":
