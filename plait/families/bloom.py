@@ -97,5 +97,8 @@ def _bloom(m: Metadata) -> None:
 
 @gguf_arch("mpt", "MPTForCausalLM", names=_gguf_names)
 def _mpt(m: Metadata) -> None:
+    why = f"GGUF metadata {m.prefix}attention.max_alibi_bias"
     if most := m.values.get("attention.max_alibi_bias"):
-        m.put("alibi_bias_max", most, f"GGUF metadata {m.prefix}attention.max_alibi_bias")
+        m.put("alibi_bias_max", most, why)
+    elif most is not None:  # positions are learned in such a model
+        m.put("attn_config", {"alibi": False}, why)

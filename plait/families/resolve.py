@@ -34,7 +34,7 @@ from plait.families.config.normalize import (
 )
 from plait.families.detect.detect import HEADS, Shapes, infer_config, layer_kinds
 from plait.families.gguf.config import gguf_config
-from plait.families.gguf.effects import check_routers, check_windows
+from plait.families.gguf.effects import check_routers, check_scaling, check_windows
 from plait.families.gguf.names import gguf_names
 from plait.families.oxidizr.oxidizr import is_oxidizr, resolve_oxidizr
 from plait.quant.weight import as_tensor
@@ -297,5 +297,6 @@ def _resolve_gguf(
     resolved = _build_resolved(c, why)
     check_routers(metadata, resolved.spec)
     check_windows(metadata, resolved.spec)
+    check_scaling(metadata, flat.get("rope_scaling"), resolved.spec)
     names = gguf_names(c)
     return Resolved(resolved.spec, names, c, resolved.provenance, resolved.family, hf_names=resolved.names)

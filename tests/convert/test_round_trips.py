@@ -176,7 +176,7 @@ def test_what_llama_cpp_cannot_say_is_named(name: str, why: str, folder: Path) -
         ("mixtral", set()),
     ],
 )
-def test_how_llama_cpp_weighs_experts_whatever_the_file_says_is_noted(
+def test_how_llama_cpp_weighs_experts_whatever_the_file_says_is_reported(
     name: str, notes: set[str], folder: Path
 ) -> None:
     found = gguf_target(source(name, folder)[0]).notes

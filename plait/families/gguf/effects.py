@@ -60,7 +60,8 @@ def check_unread(m: Metadata) -> None:
         parts = value if isinstance(value, list) else [value]
         if value not in HARMLESS[key] and not all(part in HARMLESS[key] for part in parts):
             raise _unknown(m, key, value)
-    if m.config.get("sliding_window") or m.arch == "llama4":
+    has_windows = m.config.get("sliding_window") or m.values.get("attention.sliding_window")
+    if has_windows or m.arch == "llama4":
         for key in sorted(unread & set(OF_WINDOWS)):
             usual = m.values.get(OF_WINDOWS[key]) or m.config.get(USUAL[OF_WINDOWS[key]])
             if usual is not None and m.values[key] != usual:
@@ -122,3 +123,14 @@ def check_windows(metadata: Mapping[str, object], spec: ModelSpec) -> None:
                 f"GGUF metadata {key} is {told!r:.80}, but a model of this architecture "
                 f"{'has a' if found[wrong[0]] else 'has no'} window in layer {wrong[0]}"
             )
+
+
+def check_scaling(metadata: Mapping[str, object], scaling: object, spec: ModelSpec) -> None:
+    """Refuse a scaling of positions that the family has nowhere. Raises UnsupportedModel."""
+    mixers = (mixer for _, mixer in spec.mixers() if isinstance(mixer, AttentionSpec | MlaSpec))
+    ropes = [mixer.rope for mixer in mixers if mixer.rope]
+    if scaling and ropes and not any(rope.scaling for rope in ropes):
+        arch = metadata["general.architecture"]
+        raise UnsupportedModel(
+            f"GGUF metadata {arch}.rope.scaling is {scaling!r:.120}, which is not implemented for {arch}"
+        )

@@ -147,6 +147,25 @@ def test_another_base_of_chunks_is_refused() -> None:
         plain("llama4", **keys, **{"rope.freq_base_swa": 5e3})
 
 
+def test_another_base_of_windows_of_smallthinker_is_refused() -> None:
+    keys = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 8, "rope.freq_base": 1e6}
+    with pytest.raises(UnsupportedModel, match=r"smallthinker\.rope\.freq_base_swa is 5000"):
+        plain("smallthinker", **keys, **{"attention.sliding_window": 4, "rope.freq_base_swa": 5e3})
+
+
+def test_a_scaling_that_a_family_with_two_kinds_of_positions_drops_is_refused() -> None:
+    keys = {"attention.key_length": 8, "rope.dimension_count": 8, "rope.freq_base": 1e4}
+    assert plain("spark2_5", **keys)
+    with pytest.raises(UnsupportedModel, match=r"spark2_5\.rope\.scaling is .*linear.* not implemented"):
+        plain("spark2_5", **keys, **{"rope.scaling.type": "linear", "rope.scaling.factor": 4.0})
+
+
+def test_mpt_with_learned_positions_is_refused() -> None:
+    assert plain("mpt", **{"attention.max_alibi_bias": 8.0, "attention.head_count_kv": 4})
+    with pytest.raises(UnsupportedModel, match="alibi"):
+        plain("mpt", **{"attention.max_alibi_bias": 0.0, "attention.head_count_kv": 4})
+
+
 def test_queries_of_mistral_4_grow_behind_the_original_context() -> None:
     keys: dict[str, Any] = {"attention.kv_lora_rank": 16, "attention.q_lora_rank": 12}
     keys |= {"rope.dimension_count": 4, "attention.key_length_mla": 12, "attention.value_length_mla": 6}
