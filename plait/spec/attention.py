@@ -28,6 +28,14 @@ class NormedHeadsSpec(AttentionSpec):
 
 
 @dataclass(frozen=True, slots=True)
+class NearFarSpec(AttentionSpec):
+    """Two attentions of the same queries: over keys of its own within `window`, and over all keys of the
+    mixer `source`. A sigmoid of a number that each head makes of its query is the latter's share (IQuest)."""
+
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class HybridHeadsSpec(Mamba1Spec):
     """Heads of attention and channels of Mamba1 in one mixer (Hymba; Dong et al. 2024): out((a + m) / 2) of
     their outputs, each normed, with values of `v_dim` numbers.

@@ -46,11 +46,11 @@ def divide_attention(s: AttentionSpec, rank: Rank, hidden_size: int) -> Division
     """A rank's heads: their rows of what gives queries, keys and values, and their columns of the output."""
     heads, dim = join_ranges(rank.divide(s.num_heads, "heads")), s.head_dim
     kv = rank.divide_for_heads(s.num_kv_heads, s.num_heads, "key-value heads")
-    q_rows, kv_rows = Cut((scale_range(heads, dim),)), Cut((scale_range(kv, dim),))
-    cuts = {"q": q_rows, "k": kv_rows, "v": kv_rows, "gate": q_rows, "sinks": Cut((heads,))}
-    cuts |= {"head_gate": cuts["sinks"], "o": Cut(cols=sum_of(rank.divide(s.num_heads, "heads", dim)))}
+    q, k = Cut((scale_range(heads, dim),)), Cut((scale_range(kv, dim),))
+    cuts = dict.fromkeys(("sinks", "head_gate", "mix"), Cut((heads,))) | {"q": q, "k": k, "v": k, "gate": q}
+    cuts["o"] = Cut(cols=sum_of(rank.divide(s.num_heads, "heads", dim)))
     if s.qk_norm_over == "each":
-        cuts |= {"q_norm": q_rows, "k_norm": kv_rows}
+        cuts |= {"q_norm": q, "k_norm": k}
     gathers = 2 * (s.qk_norm_over == "all" and s.qk_norm is not None) + (s.out_norm is not None)
     slopes = s.slopes[slice(*heads)] if s.slopes else None
     part = replace(s, num_heads=width(heads), num_kv_heads=width(kv), slopes=slopes)
