@@ -153,6 +153,12 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("TeleChat 1, 2, 3 · TeleFLM (FLM-2)", "GQA, MHA, MLP", ("telechat", "telechat3", "TeleFLM")),
     ("Solar Pro", "GQA, MLP, connections over several layers", ("solar",)),
     ("Jais 1 · Refact", "MHA, MQA with ALiBi, MLP", ("jais", "gpt_refact")),
+    ("Ouro", "MHA, MLP · in several rounds", ("ouro",)),
+    (
+        "IQuest-Coder-V1 · its loop",
+        "GQA, MLP · in two rounds, the second over keys of both",
+        ("iquestcoder", "iquestloopcoder"),
+    ),
     ("OpenELM · Nanbeige 4.2", "GQA, MLP · in several rounds", ("openelm", "nanbeige")),
     ("PLM", "MLA, MLP", ("plm",)),
     ("Spark X2.5", "gated GQA, local and global, MLP", ("spark2_5",)),
@@ -213,6 +219,9 @@ OTHER_TESTS: Mapping[str, tuple[bool, bool, bool]] = {  # Hugging Face files, GG
     "hymba": (True, False, True),  # test_hymba
     "phi4flash": (True, False, True),  # test_sambay
     "rwkv7": (True, True, True),  # test_rwkv7
+    "ouro": (True, False, False),  # test_looped
+    "iquestcoder": (True, True, False),
+    "iquestloopcoder": (True, False, False),
     "chameleon": (True, True, False),  # test_chameleon
     "MambaLMHeadModel": (True, False, False),  # test_published
     "nemotron-nas": (True, True, False),  # test_nemotron_nas

@@ -44,7 +44,7 @@ def _fill_llama(t: Tensors) -> None:
 
 @family(
     "LlamaForCausalLM",
-    model_types=("llama", "iquestcoder"),
+    model_types=("llama",),
     defaults={"norm_eps": 1e-6, "hidden_act": "silu", "max_position_embeddings": 2048},
     detection=Detection(
         markers=(

@@ -19,6 +19,7 @@ from tests.families import (
     sambay_oracle,
 )
 from tests.families.coded_oracles import CODED
+from tests.families.looped_oracles import LOOPED
 from tests.families.parity import Memory
 
 Config = dict[str, Any]
@@ -33,6 +34,7 @@ ORACLES: Mapping[str, tuple[Config, Callable[[Config], dict[str, Tensor]]]] = {
     "rwkv7": (rwkv7_oracle.CONFIG, rwkv7_oracle.checkpoint),
     "sambay": (sambay_oracle.CONFIG, sambay_oracle.checkpoint),
     **{name: (family.config, family.checkpoint) for name, family in CODED.items()},
+    **{name: (family.config, family.checkpoint) for name, family in LOOPED.items()},
 }
 
 

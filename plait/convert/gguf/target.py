@@ -44,6 +44,7 @@ ALSO: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "ernie4_5_vl_moe_text": ("ernie4_5-moe",),
         "hunyuan_vl_text": ("hunyuan-dense",),
         "mistral": ("llama",),
+        "iquestcoder": ("llama",),
         "mixtral": ("llama",),
         "deepseek_v3": ("deepseek2",),
         "olmo3": ("olmo2",),

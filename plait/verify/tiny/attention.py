@@ -118,6 +118,10 @@ ATTENTION: Mapping[str, Config] = {
         layer_rope_theta=[5e5, 5e5, 5e5, 0],
         rope_parameters={"rope_type": "default", "rope_theta": 5e5},
     ),
+    # IQuest's loop: a second round that reads keys of the first one, too.
+    "near-far": make_config(
+        "IQuestLoopCoderForCausalLM", "iquestloopcoder", head_dim=8, loop_window_size=WINDOW
+    ),
     "gated-input": make_config(
         "AXK2ForCausalLM",
         "axk2",

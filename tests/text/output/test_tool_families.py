@@ -315,6 +315,8 @@ FAMILIES: dict[str, list[Form]] = {
     "Solar Pro": [Form(TURNS)],
     "CodeShell": [PLAIN],
     "Jais 1 · Refact": [Form("### Instruction: {{ m.content }}\n### Response: ")],
+    "Ouro": [Form(TURNS)],
+    "IQuest-Coder-V1 · its loop": [Form(TURNS)],
     "OpenELM · Nanbeige 4.2": [PLAIN, HERMES_FORM, think(HERMES_FORM)],
     "PLM": [Form(TURNS)],
     "Spark X2.5": [Form(TURNS)],
