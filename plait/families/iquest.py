@@ -22,6 +22,7 @@ USUAL = {"norm_eps": 1e-5, "hidden_act": "silu", "head_dim": 128, "rope_theta": 
     model_types=("iquestcoder",),
     defaults={**USUAL, **WINDOWS, "max_window_layers": 0, "max_position_embeddings": 16_384},
     honours=("sliding_window", "clip_qkv"),
+    saved_as=("LlamaForCausalLM",),  # by transformers, which has its config alone
 )
 def iquest_coder(c: Config) -> tuple[ModelSpec, NameMap]:
     """IQuest-Coder-V1: queries, keys and values may be clipped; no published model does it."""
