@@ -28,8 +28,8 @@ SHARED |= {"num_shared_experts": 1, "rope_theta": 6e6}
 
 
 @family(
-    "BailingHybridForCausalLM",
-    model_types=("bailing_hybrid",),
+    *("BailingHybridForCausalLM", "BailingMoeV3ForCausalLM"),
+    model_types=("bailing_hybrid", "bailing_moe_v3"),
     defaults={
         **SHARED,
         "short_conv_kernel_size": 4,
@@ -40,10 +40,12 @@ SHARED |= {"num_shared_experts": 1, "rope_theta": 6e6}
         "kda_safe_gate": True,
         "kda_lower_bound": -5.0,
     },
+    honours=("use_qk_norm",),  # published configs have it, and no code reads it
 )
 def ling_3(c: Config) -> tuple[ModelSpec, NameMap]:
     """Ling 3: Kimi delta attention with bounded decays; heads of latent attention have a gate each."""
     check_silu(c)
+    _check_published(c)
     heads, dim = c["num_attention_heads"], c.get("linear_head_dim") or c["head_dim"]
     delta = DeltaNetSpec(
         num_heads=heads,
@@ -59,6 +61,23 @@ def ling_3(c: Config) -> tuple[ModelSpec, NameMap]:
     names = either(*(_delta_names(f"{L}.{x}", heads * dim) for x in MIXERS))
     mla = replace(latent_attention(c), head_gate=True)
     return _ling(c, "bailing_hybrid", [delta] * len(c["layer_types"]), {**_outputs(), **names}, mla)
+
+
+def _check_published(c: Config) -> None:
+    """Keys of the published configs (`BailingMoeV3ForCausalLM`). Raises UnsupportedModel."""
+    off = ("use_kda_lora", "use_mla_nope", "use_nGPT", "value_norm", "up_proj_norm", "scale_router_input")
+    require(c, "Ling 3", score_function=("sigmoid",), scoring_func=("sigmoid",), no_kda_lora=(True,))
+    require(c, "Ling 3", gated_attention_proj_granularity_type=("head_wise",))
+    require(c, "Ling 3", **dict.fromkeys((*off, "pregate_inference"), (False,)))
+    for key in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"):
+        if any(c.get(key) or ()):
+            raise UnsupportedModel(f"{key} has limits, which are not implemented for Ling 3; known: null")
+    period = c["full_attention_interval"]
+    if (left := len(c["layer_types"]) % period) and not c.get("layer_words"):
+        raise UnsupportedModel(
+            f"{len(c['layer_types'])} layers are no whole groups of {period}: in the last {left} the "
+            "published code has latent attention, transformers linear; list them with --set 'layer_types=[…]'"
+        )
 
 
 @family(
