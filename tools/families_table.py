@@ -127,6 +127,7 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("MiniCPM-SALA (up to 8,191 tokens)", "lightning attention, gated GQA, MLP", ("minicpm_sala",)),
     ("Ling 3", "Kimi delta attention, MLA, MoE", ("bailing_hybrid",)),
     ("Ling 2.5, Ring 2.5", "lightning attention, MLA, MoE", ("bailing_moe_linear",)),
+    ("Param 2", "GQA, MoE", ("param2moe",)),
     ("Ling 1, 2 · DeepSeek-MoE", "GQA, MoE", ("bailing_moe", "bailing_moe_v2", "deepseek")),
     ("DeepSeek-OCR 2 (text)", "GQA, MoE", ("deepseek_ocr2_text",)),
     ("Sarvam 30B · 105B", "GQA · MLA, MoE", ("sarvam_moe", "sarvam_mla")),
@@ -211,6 +212,7 @@ OTHER_TESTS: Mapping[str, tuple[bool, bool, bool]] = {  # Hugging Face files, GG
     "bailing_moe_linear": (True, False, False),  # test_ling
     "bailing_moe": (True, True, False),  # test_ling_moe, gguf/test_recorded
     "bailing_moe_v2": (True, True, False),
+    "param2moe": (True, True, False),
     "deepseek": (True, True, False),
     "jet_nemotron": (True, False, False),  # test_jet_nemotron
     "plamo3": (True, True, True),  # test_plamo3

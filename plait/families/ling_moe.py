@@ -1,4 +1,4 @@
-"""DeepSeek-MoE, Ling 1 and 2: grouped queries, shared experts next to routed ones."""
+"""DeepSeek-MoE, Ling 1 and 2, Param 2: grouped queries, shared experts next to routed ones."""
 
 from __future__ import annotations
 
@@ -71,11 +71,37 @@ def ling_1(c: Config) -> tuple[ModelSpec, NameMap]:
 )
 def ling_2_moe(c: Config) -> tuple[ModelSpec, NameMap]:
     """Ling and Ring 2.0: GLM-4.5's layers under names of their own."""
-    require(c, "Ling 2", score_function=("sigmoid",), router_type=("topN",))
+    return _sigmoid_moe(c, "bailing_moe_v2", "Ling 2")
+
+
+@family(
+    "Param2MoEForCausalLM",
+    model_types=("param2moe",),
+    defaults={
+        **SILU,
+        "norm_topk_prob": True,
+        "partial_rotary_factor": 1.0,
+        "rope_theta": 6e5,
+        "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "use_qk_norm": True,
+    },
+    honours=("use_qk_norm",),
+)
+def param2(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Param 2 (17B): Ling 2's arithmetic and names; whole heads turn."""
+    return _sigmoid_moe(c, "param2moe", "Param 2")
+
+
+def _sigmoid_moe(c: Config, name: str, title: str) -> tuple[ModelSpec, NameMap]:
+    require(c, title, score_function=("sigmoid",), router_type=("topN",))
     attn = BranchSpec("attn", gqa(c, qk_norm=norm(c) if c["use_qk_norm"] else None), norm(c))
     attns, own = [attn] * len(c["layer_types"]), ling_names(c)
     return build_shared_moe(
-        c, "bailing_moe_v2", attns, sigmoid_router(c), own, shared_size=c.get("shared_intermediate_size")
+        c, name, attns, sigmoid_router(c), own, shared_size=c.get("shared_intermediate_size")
     )
 
 

@@ -39,6 +39,7 @@ PUBLISHED = {
     "minicpm": "minicpm",
     "orion": "orion",
     "pangu": "PanguEmbedded",
+    "param2": "param2moe",
     "qwen1": "qwen",
     "telechat3": "telechat3",
     "xverse": "PanguEmbedded",

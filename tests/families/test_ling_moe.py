@@ -7,16 +7,26 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from plait.checkpoint.names import Derived
+from plait.checkpoint.readers.gguf import GgufFile
+from plait.config import EngineConfig
+from plait.convert.convert import Order, convert_model
 from plait.errors import UnsupportedModel
+from plait.loading.open_model import open_model
 from plait.spec.model import MoeSpec
 from tests.families import tiny
 from tests.families.gguf.published import as_published
 from tests.families.gguf.recorded import variant
 from tests.families.parity import Memory, decoder, in_pieces, resolved, whole, worst
 
-FAMILIES = {"bailing_v1": "bailing_moe", "bailing_v2": "bailing_moe_v2", "deepseek_v1": "deepseek"}
+FAMILIES = {
+    "bailing_v1": "bailing_moe",
+    "bailing_v2": "bailing_moe_v2",
+    "deepseek_v1": "deepseek",
+    "param2": "param2moe",
+}
 
 
 @pytest.mark.parametrize(
@@ -57,3 +67,18 @@ def test_columns_of_a_head_that_is_normalised_have_one_length(tmp_path: Path) ->
         resolved(Memory(), {**first, "norm_softmax": True})
     with pytest.raises(UnsupportedModel, match="norm_head of a head that shares the embedding's table"):
         resolved(Memory(), {**first, "tie_word_embeddings": True})
+
+
+def test_param_2_is_written_as_ling_2_in_gguf(tmp_path: Path) -> None:
+    tiny.write("param2", tmp_path, variant("param2"))
+    config, tensors, oracle = tiny.read(tmp_path)
+    config, tensors = as_published("param2", config, tensors)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: w.contiguous() for name, w in tensors.items()}, folder / "model.safetensors")
+    convert_model(Order(str(folder), tmp_path / "a.gguf", threads=1), lambda *_: None)
+    assert GgufFile(tmp_path / "a.gguf").metadata["general.architecture"] == "bailingmoe2"
+    opened = open_model(str(tmp_path / "a.gguf"), EngineConfig(device="cpu"))
+    found = whole(decoder(opened.resolved, opened.checkpoint), oracle["ids"][0])
+    assert worst(found, oracle["logits"][0]) <= 1e-4

@@ -45,6 +45,7 @@ ALSO: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "hunyuan_vl_text": ("hunyuan-dense",),
         "mistral": ("llama",),
         "iquestcoder": ("llama",),
+        "param2moe": ("bailingmoe2",),
         "mixtral": ("llama",),
         "deepseek_v3": ("deepseek2",),
         "olmo3": ("olmo2",),

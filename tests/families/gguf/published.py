@@ -160,6 +160,19 @@ def _ling_2(c: Config, t: Tensors) -> tuple[Config, Tensors]:
     return c, _ling_names(t)
 
 
+@layout("param2")
+def _param_2(c: Config, t: Tensors) -> tuple[Config, Tensors]:
+    c, t = _ling_2(c, t)
+    c |= {
+        "architectures": ["Param2MoEForCausalLM"],
+        "moe_shared_expert_intermediate_size": c["moe_intermediate_size"] * c["n_shared_experts"],
+        "moe_router_enable_expert_bias": True,
+        "rope_theta": c["rope_parameters"]["rope_theta"],
+        "rope_scaling": None,
+    }
+    return {k: v for k, v in c.items() if k not in ("rope_parameters", "partial_rotary_factor")}, t
+
+
 @layout("bailing_v1")
 def _ling_1(c: Config, t: Tensors) -> tuple[Config, Tensors]:
     c, t = _aria(c, t)

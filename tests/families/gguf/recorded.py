@@ -89,6 +89,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "nemotron_h_latent": {"hybrid_override_pattern": "M*EE"},
     "orion": {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 1.0}},
     "pangu": {"mlp_bias": False, "tie_word_embeddings": False},
+    "param2": {
+        "attention_bias": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 6e5, "partial_rotary_factor": 1.0},
+    },
     "phimoe": {"router_jitter_noise": 0.01},
     "phimoe_longrope": {
         "router_jitter_noise": 0.01,
@@ -149,6 +153,7 @@ BASES = {
     "minicpm": "granite_dense",
     "orion": "stablelm",
     "paddleocr": "llama",
+    "param2": "glm4_moe",
     "pangu": "llama_biases",
     "phimoe_longrope": "phimoe",
     "qwen1": "qwen2",

@@ -388,6 +388,7 @@ FAMILIES: dict[str, list[Form]] = {
         )
     ],
     "Ling 3": [think(HERMES_FORM)],
+    "Param 2": [PLAIN],
     "Ling 1, 2 · DeepSeek-MoE": [HERMES_FORM, think(HERMES_FORM), PLAIN],
     "DeepSeek-OCR 2 (text)": [PLAIN],
     "Sarvam 30B · 105B": [Form(TURNS)],
