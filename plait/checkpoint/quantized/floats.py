@@ -14,6 +14,7 @@ from plait.quant.fp8 import Fp8
 
 BYTES = ("uint8", "float8_e8m0fnu")
 _BLOCKS = ((128, 128), (1, 32), (1, 128))  # what a file may have that does not say
+_SHARDS = (2, 4, 8, 16, 32)  # of rows, each with whole blocks of its own (MiMo-V2.5's queries, keys, values)
 
 
 def fp8(parts: WeightParts) -> StoredWeight:
@@ -21,12 +22,12 @@ def fp8(parts: WeightParts) -> StoredWeight:
     shape = parts.need("plain", "float8_e4m3fn", dims=(2, 3))
     part = next(name for name in ("scale_inv", "scale", "qscale") if name in parts)
     scales = parts.need(part, *FLOATS, *BYTES, dims=(0, 1, 2, 3))
-    block, blocks = _block(parts, part, shape, scales)
+    block, blocks, rows = _block(parts, part, shape, scales)
 
     def read() -> Fp8:
         stored = parts.exponents(part) if parts.dtype(part) in BYTES else parts.finite(part).float()
         codes = parts.read("plain").flatten(0, -2)
-        scale, rows = stored.reshape(-1, *blocks), shape[-2]
+        scale = stored.reshape(-1, *blocks)
         if len(scale) > 1 and rows % block[0]:  # blocks that end with each matrix of the stack
             return Fp8(codes, scale.repeat_interleave(block[0], 1)[:, :rows].flatten(0, 1), (1, block[1]))
         return Fp8(codes, scale.flatten(0, 1).contiguous(), block)
@@ -46,19 +47,24 @@ def unscaled_fp8(parts: WeightParts) -> StoredWeight:
 
 def _block(
     parts: WeightParts, part: str, shape: tuple[int, ...], scales: tuple[int, ...]
-) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(rows and columns of a block, how many there are of each in one matrix)."""
+) -> tuple[tuple[int, int], tuple[int, int], int]:
+    """(rows and columns of a block, how many there are of each in one matrix, and the rows of that)."""
     rows, cols = shape[-2:]
     count = prod(shape[:-2])
     if prod(scales) == count:
-        return (rows, cols), (1, 1)
+        return (rows, cols), (1, 1), rows
     if part != "scale_inv" and prod(scales) == count * rows and scales[-1] in (1, rows):
-        return (1, cols), (rows, 1)
+        return (1, cols), (rows, 1), rows
     said, group = parts.options.block, parts.options.group
     for block in (said,) if said else ((1, group or cols), *_BLOCKS):
         blocks = (-(-rows // block[0]), -(-cols // block[1]))
         if scales[-2:] == blocks and prod(scales) == count * prod(blocks):
-            return (min(block[0], rows), min(block[1], cols)), blocks
+            return (min(block[0], rows), min(block[1], cols)), blocks, rows
+    if said and len(shape) == len(scales) == 2:
+        sizes = {n: rows // n for n in _SHARDS if rows % n == 0}
+        fits = [n for n, size in sizes.items() if scales == (n * -(-size // said[0]), -(-cols // said[1]))]
+        if len(fits) == 1:
+            return said, (scales[0] // fits[0], scales[1]), sizes[fits[0]]
     raise ShapeMismatch(
         f"{parts.names[part]}: {list(scales)} scales do not fit a weight of {list(shape)}"
         + (f" in blocks of {list(said)}" if said else "")
@@ -106,11 +112,12 @@ def nvfp4_stack(parts: WeightParts) -> StoredWeight:
 
 
 def packed_mxfp4(parts: WeightParts) -> StoredWeight:
-    """compressed-tensors: nibbles uint8 [..., out, in / 2], a byte of exponent for 32 columns."""
-    shape = _nibbles(parts, "packed", "scale", 32, *BYTES)
+    """compressed-tensors, MiMo-V2.6: nibbles uint8 [..., out, in / 2], a byte of exponent for 32 columns."""
+    part = "packed" if "packed" in parts else "plain"
+    shape = _nibbles(parts, part, "scale", 32, *BYTES)
 
     def read() -> Fp4:
-        return Fp4(parts.read("packed").flatten(0, -2), _exponents(parts, "scale"))
+        return Fp4(parts.read(part).flatten(0, -2), _exponents(parts, "scale"))
 
     return StoredWeight(shape, "mxfp4", read, lambda: parts.check_exponents("scale"))
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from plait.checkpoint.quantized.codebooks import codebook
 from plait.checkpoint.quantized.floats import (
+    BYTES,
     block_mxfp4,
     fp8,
     nvfp4,
@@ -229,6 +230,8 @@ def _plain_bytes(parts: WeightParts) -> Callable[[WeightParts], StoredWeight] | 
     """How bytes under a weight's own name are read, by what lies next to them."""
     if "scale" in parts and "scale_2" in parts:
         return nvfp4
+    if "scale" in parts and parts.dtype("scale") in BYTES:
+        return packed_mxfp4
     if "scale_inv" in parts and "amax" in parts:
         return nvfp4_stack
     return codebook if "absmax" in parts else None

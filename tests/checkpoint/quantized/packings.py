@@ -213,6 +213,12 @@ def mxfp4(rows: int, cols: int) -> tuple[Tensors, Numbers]:
     return {"weight_packed": codes, "weight_scale": scale}, numbers
 
 
+def mxfp4_of_mimo(rows: int, cols: int) -> tuple[Tensors, Numbers]:
+    """As experts of MiMo-V2.6, next to weights in FP8."""
+    tensors, numbers = mxfp4(rows, cols)
+    return {"weight": tensors["weight_packed"], "weight_scale": tensors["weight_scale"]}, numbers
+
+
 def gpt_oss(experts: int, rows: int, cols: int) -> tuple[Tensors, Numbers]:
     """A stack: _blocks [experts, rows, cols / 32, 16] and _scales; numbers [experts, rows, cols]."""
     blocks = torch.randint(0, 256, (experts, rows, cols // 32, 16), dtype=torch.uint8)
@@ -392,6 +398,11 @@ PACKINGS: dict[str, Packing] = {
         mxfp4,
         "mxfp4",
         True,
+    ),
+    "fp8, experts in mxfp4": Packing(
+        {**FP8, "weight_block_size": [128, 128], "store_dtype": "mxfp4", "mxfp4_block_size": 32},
+        mxfp4_of_mimo,
+        "mxfp4",
     ),
     "nf4": Packing(BNB4, bnb_four("nf4"), "bnb_nf4", True),
     "nf4, nested": Packing(

@@ -114,6 +114,20 @@ def test_partial_blocks_at_both_edges() -> None:
     check(read(opened(files)), numbers)
 
 
+def test_shards_of_rows_with_blocks_of_their_own() -> None:
+    """MiMo-V2.5 has four shards of 3,392 rows, each with 27 blocks."""
+    torch.manual_seed(0)
+    weight, scale = e4m3(4 * 72, 192), torch.rand(4 * 3, 6) + 0.1
+    files = InMemory({f"{X}.weight": weight, f"{X}.weight_scale_inv": scale})
+    config = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [32, 32]}
+    n, k = np.indices((288, 192))
+    wanted = weight.float().numpy() * scale.numpy()[n // 72 * 3 + n % 72 // 32, k // 32]
+    check(read(opened(files, config)), wanted)
+    files[f"{X}.weight_scale_inv"] = torch.rand(7, 6)
+    with pytest.raises(ShapeMismatch, match="scales do not fit a weight of"):
+        read(opened(files, config))
+
+
 @pytest.mark.parametrize("rows", [128, 40])
 @pytest.mark.parametrize("kind", ["blocks", "matrices"])
 def test_stacked_experts_in_fp8(rows: int, kind: str) -> None:
