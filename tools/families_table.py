@@ -98,6 +98,7 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("AFMoE (Trinity)", "gated GQA, local and global, MoE", ("afmoe",)),
     ("Hy3 · Mellum 2", "GQA, local and global, MoE", ("hy_v3", "mellum")),
     ("Step 3.5, text of 3.7", "gated GQA, local and global, MoE", ("step3p5",)),
+    ("MiMo-V2.5, V2.6 (text)", "GQA with sinks, local and global, MoE", ("mimo_v2",)),
     ("MiMo-V2-Flash", "GQA with sinks, local and global, MoE", ("mimo_v2_flash",)),
     ("MiniCPM 1, 2, 4 (4.1 up to 8,191 tokens)", "GQA, MLP", ("minicpm",)),
     ("MiniCPM 3", "MLA, MLP", ("minicpm3",)),
@@ -221,6 +222,7 @@ OTHER_TESTS: Mapping[str, tuple[bool, bool, bool]] = {  # Hugging Face files, GG
     "hymba": (True, False, True),  # test_hymba
     "phi4flash": (True, False, True),  # test_sambay
     "rwkv7": (True, True, True),  # test_rwkv7
+    "mimo_v2": (True, True, False),  # test_mimo, gguf/test_recorded
     "ouro": (True, False, False),  # test_looped
     "iquestcoder": (True, True, False),
     "iquestloopcoder": (True, False, False),

@@ -36,6 +36,7 @@ PUBLISHED = {
     "exaone3": "exaone",
     "internlm2": "internlm2",
     "maincoder": "maincoder",
+    "mimo_v2": "mimo_v2",
     "minicpm": "minicpm",
     "orion": "orion",
     "pangu": "PanguEmbedded",

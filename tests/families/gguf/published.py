@@ -98,6 +98,28 @@ LAYOUTS["mimo_v2_flash"] = keys(
 )
 
 
+@layout("mimo_v2")
+def _mimo_v2(c: Config, t: Tensors) -> tuple[Config, Tensors]:
+    """MiMo-V2.5: of each shard its queries, its keys and its values in one tensor."""
+    shards, listed = c["num_key_value_heads"], [int(kind[0] == "s") for kind in c["layer_types"]]
+
+    def shard(*parts: Tensor) -> Tensor:
+        return torch.cat([w.unflatten(0, (shards, -1)) for w in parts], 1).flatten(0, 1)
+
+    theirs = {**c, "architectures": ["MiMoV2ForCausalLM"], "attention_projection_layout": "fused_qkv"}
+    theirs |= {"hybrid_layer_pattern": listed, "moe_layer_freq": [0, 1, 1], "layernorm_epsilon": 1e-5}
+    theirs |= {"sliding_window": 5, "sliding_window_size": 5, "attention_chunk_size": 5}
+    theirs |= {"add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False}
+    theirs |= {"rope_theta": 5e6, "swa_rope_theta": 1e4, "partial_rotary_factor": 0.334}
+    theirs |= {"swa_num_key_value_heads": 4, "swa_num_attention_heads": 4, "swa_head_dim": 12}
+    theirs |= {"swa_v_head_dim": 8, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    theirs |= {"n_shared_experts": None, "routed_scaling_factor": None, "hybrid_block_size": None}
+    theirs["rope_scaling"] = {"rope_type": "default", "type": "default"}
+    gone = ("layer_types", "mlp_layer_types", "rope_parameters", "rms_norm_eps")
+    stored = joined(t, "self_attn.{x}_proj", "self_attn.qkv_proj", shard)
+    return {k: v for k, v in theirs.items() if k not in gone}, stored
+
+
 @layout("step3p5")
 def _step(c: Config, t: Tensors) -> tuple[Config, Tensors]:
     text = c["text_config"]

@@ -150,6 +150,7 @@ BASES = {
     "hunyuan_vl": "hunyuan",
     "internlm2": "llama",
     "maincoder": "hunyuan",
+    "mimo_v2": "mimo_v2_flash",
     "minicpm": "granite_dense",
     "orion": "stablelm",
     "paddleocr": "llama",

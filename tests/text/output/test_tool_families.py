@@ -249,6 +249,7 @@ FAMILIES: dict[str, list[Form]] = {
         named("<tool_calls><tool_call>f<tool_sep><arg_key></think>", "hy3", "think"),
         Form(TURNS),
     ],
+    "MiMo-V2.5, V2.6 (text)": [Form(TURNS)],
     "MiMo-V2-Flash": [Form(TURNS)],
     "MiniCPM 1, 2, 4 (4.1 up to 8,191 tokens)": [Form("<用户>{{ m.content }}<AI>"), Form(TURNS)],
     "MiniCPM 3": [Form(TURNS)],
