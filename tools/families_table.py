@@ -128,6 +128,7 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("MiniCPM-SALA (up to 8,191 tokens)", "lightning attention, gated GQA, MLP", ("minicpm_sala",)),
     ("Ling 3", "Kimi delta attention, MLA, MoE", ("bailing_hybrid",)),
     ("Ling 2.5, Ring 2.5", "lightning attention, MLA, MoE", ("bailing_moe_linear",)),
+    ("openPangu Ultra MoE", "MLA, MoE", ("pangu_ultra_moe",)),
     ("Param 2", "GQA, MoE", ("param2moe",)),
     ("Ling 1, 2 · DeepSeek-MoE", "GQA, MoE", ("bailing_moe", "bailing_moe_v2", "deepseek")),
     ("DeepSeek-OCR 2 (text)", "GQA, MoE", ("deepseek_ocr2_text",)),
@@ -224,6 +225,7 @@ OTHER_TESTS: Mapping[str, tuple[bool, bool, bool]] = {  # Hugging Face files, GG
     "rwkv7": (True, True, True),  # test_rwkv7
     "mimo_v2": (True, True, False),  # test_mimo, gguf/test_recorded
     "ouro": (True, False, False),  # test_looped
+    "pangu_ultra_moe": (True, False, False),  # test_pangu
     "iquestcoder": (True, True, False),
     "iquestloopcoder": (True, False, False),
     "chameleon": (True, True, False),  # test_chameleon

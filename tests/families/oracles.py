@@ -20,6 +20,7 @@ from tests.families import (
 )
 from tests.families.coded_oracles import CODED
 from tests.families.looped_oracles import LOOPED
+from tests.families.pangu_oracle import PANGU
 from tests.families.parity import Memory
 
 Config = dict[str, Any]
@@ -34,6 +35,7 @@ ORACLES: Mapping[str, tuple[Config, Callable[[Config], dict[str, Tensor]]]] = {
     "rwkv7": (rwkv7_oracle.CONFIG, rwkv7_oracle.checkpoint),
     "sambay": (sambay_oracle.CONFIG, sambay_oracle.checkpoint),
     **{name: (family.config, family.checkpoint) for name, family in CODED.items()},
+    "pangu_ultra": (PANGU.config, PANGU.checkpoint),
     **{name: (family.config, family.checkpoint) for name, family in LOOPED.items()},
 }
 

@@ -389,6 +389,7 @@ FAMILIES: dict[str, list[Form]] = {
         )
     ],
     "Ling 3": [think(HERMES_FORM)],
+    "openPangu Ultra MoE": [Form("[unused9]{{ m.role }}：{{ m.content }}[unused10]")],
     "Param 2": [PLAIN],
     "Ling 1, 2 · DeepSeek-MoE": [HERMES_FORM, think(HERMES_FORM), PLAIN],
     "DeepSeek-OCR 2 (text)": [PLAIN],
