@@ -79,16 +79,18 @@ def follow_body(names: NameMap, tensors: Iterable[str]) -> NameMap:
     return own if body is None else Inside(own, body)
 
 
-def find_in_files(name: str, present: Collection[str]) -> str:
-    """The name that a model's files have for an adapter's tensor: their text model may have another body.
+def find_in_files(names: Iterable[str], present: Collection[str]) -> dict[str, str]:
+    """The names that a model's files have for an adapter's tensors: their text model may have another body.
 
     The same name where they have no such tensor.
     """
-    own = find_body((name,))
-    alone = name.removeprefix(own) if own else name
-    files = _TextAlone(find_body(present) or "", present)
-    ways = (name, alone, f"{_TOP}{alone}", alone.removeprefix(_TOP))
-    return next((found for way in ways if (found := files.find(way)) in present), name)
+    files, found = _TextAlone(find_body(present) or "", present), dict[str, str]()
+    for name in names:
+        own = find_body((name,))
+        alone = name.removeprefix(own) if own else name
+        ways = map(files.find, (name, alone, f"{_TOP}{alone}", alone.removeprefix(_TOP)))
+        found[name] = next((way for way in ways if way in present), name)
+    return found
 
 
 def leave_out_beside(names: NameMap, tensors: Iterable[str]) -> list[str]:

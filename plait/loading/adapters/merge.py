@@ -47,8 +47,7 @@ class MergedGguf(GgufFile):
 
 def follow_names(files: SafetensorsFiles, adapter: AdapterFile) -> AdapterFile:
     """The adapter with the names of the files. Raises BadFile where it has one tensor under two names."""
-    present = frozenset(files.names())
-    names = {name: find_in_files(name, present) for name in adapter.pairs}
+    names = find_in_files(adapter.pairs, frozenset(files.names()))
     if len(set(names.values())) < len(names):
         twice = sorted(name for name in names if list(names.values()).count(names[name]) > 1)
         raise BadFile(f"{adapter.path}: these are one tensor of the model: {list_some(twice, 4)}")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from plait.checkpoint.adapters.adapter_file import FactorPair
 from plait.checkpoint.adapters.gguf_adapter import open_gguf
 from plait.checkpoint.adapters.peft import open_peft
 from plait.convert.convert import Order, convert_model
@@ -118,28 +119,30 @@ def test_gguf_file_that_is_no_adapter_is_one_line(tmp_path: Path) -> None:
 def test_an_adapter_is_merged_under_older_and_newer_names_of_a_text_model_inside_another(
     tmp_path: Path,
 ) -> None:
-    """Files of Qwen2.5-VL have names of transformers 4; adapters are trained with those of 5."""
+    """Files of Qwen2.5-VL have names of transformers 4 ("plain"); adapters are trained with those of 5."""
     tensors = write_llama(tmp_path / "base")
     module = "model.layers.1.self_attn.q_proj"
     write_peft(tmp_path / "a", tensors, [module, "lm_head"])
     stored = {
+        "plain": dict(tensors),
         "old": {name.replace("model.", "language_model.model.", 1): t for name, t in tensors.items()},
         "new": {name.replace("model.", "model.language_model.", 1): t for name, t in tensors.items()},
     }
     for form, files in stored.items():
-        files["model.visual.proj.weight"] = torch.ones(3)
+        files["visual.proj.weight"] = torch.zeros(8, 32)
         save_file(files, tmp_path / f"{form}.safetensors")
         for other in ("language_model.model.", "model.language_model.", "model."):
             adapter = open_peft(tmp_path / "a", 8)
             renamed = {name.replace("model.", other, 1): pair for name, pair in adapter.pairs.items()}
+            down, up = torch.ones(1, 32), torch.ones(8, 1)
+            renamed["model.visual.proj.weight"] = FactorPair(down, up, 1.0)
             merged = MergedSafetensors(
                 tmp_path / f"{form}.safetensors", index=None, adapter=replace(adapter, pairs=renamed)
             )
             changed = [name for name, value in files.items() if not torch.equal(merged.read(name), value)]
-            assert len(changed) == 2
-            assert all(
-                name.endswith(("layers.1.self_attn.q_proj.weight", "lm_head.weight")) for name in changed
-            )
+            assert len(changed) == 3
+            ends = ("layers.1.self_attn.q_proj.weight", "lm_head.weight", "visual.proj.weight")
+            assert all(name.endswith(ends) for name in changed)
 
 
 def test_an_adapter_with_one_tensor_under_two_names_is_refused(tmp_path: Path) -> None:
