@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -38,8 +38,8 @@ class MessageConversation(Struct):
 def conversation(messages: Sequence[Any], system: str | Sequence[Any] | None) -> MessageConversation:
     """The chat that messages stand for. Raises InvalidField, naming the block."""
     chat = MessageConversation()
-    if not messages:
-        raise InvalidField("messages: there is none; send at least one", "messages")
+    if all(isinstance(one, Mapping) and one.get("role") == "system" for one in messages):
+        raise InvalidField("messages: there is none of a user or an assistant; send at least one", "messages")
     if system:
         chat.add("system", role="system", content=_text(system, "system"))
         _mark_cached(chat, system, "system")
@@ -160,16 +160,21 @@ def _refuse_block(kind: str, at: str) -> InvalidField:
 
 def list_unread(messages: Sequence[object], system: object, tools: Sequence[object]) -> list[str]:
     """Keys of messages, blocks and tools that nothing reads, each once: `tools.input_examples`."""
-    blocks: list[object] = []
-    for message in messages:
-        content = message.get("content") if isinstance(message, Mapping) else None
-        blocks += content if isinstance(content, list) else ()
+    blocks = _contents(messages)
+    results = [block for block in blocks if isinstance(block, Mapping) and block.get("type") == "tool_result"]
     return [
         *list_keys(system if isinstance(system, list) else (), _BLOCK_KEYS, "system"),
         *list_keys(messages, _MESSAGE_KEYS, "messages"),
         *list_keys(blocks, _BLOCK_KEYS, "messages.content"),
+        *list_keys(_contents(results), _BLOCK_KEYS, "messages.content.content"),
         *list_keys(tools, _TOOL_KEYS, "tools"),
     ]
+
+
+def _contents(objects: Iterable[object]) -> list[object]:
+    """The parts of which lists of contents are."""
+    lists = (one.get("content") for one in objects if isinstance(one, Mapping))
+    return [part for parts in lists if isinstance(parts, list) for part in parts]
 
 
 def chat_tools(tools: Sequence[object]) -> list[dict[str, Any]]:

@@ -164,7 +164,7 @@ def _list_unread(body: Mapping[str, object]) -> list[str]:
     """Fields of objects that change nothing here, such as `reasoning.context` and `tools.defer_loading`."""
     tools, items = (value if isinstance(value, list) else [] for value in map(body.get, ("tools", "input")))
     functions = [tool for tool in tools if isinstance(tool, Mapping) and tool.get("type") == "function"]
-    contents = [item.get("content") for item in items if isinstance(item, Mapping)]
+    contents = [item.get(key) for item in items if isinstance(item, Mapping) for key in ("content", "output")]
     texts = [part for content in contents if isinstance(content, list) for part in content]
     parts = {"text": TextOptions, "reasoning": ReasoningOptions}
     sent = {at: value for at in parts if isinstance(value := body.get(at), Mapping)}

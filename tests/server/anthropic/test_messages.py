@@ -191,6 +191,7 @@ CALL_BLOCK = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
     ("body", "word"),
     [
         ({"messages": []}, "messages"),
+        ({"messages": [{"role": "system", "content": "a"}]}, "messages: there is none of a user"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
         ({"messages": [*user("a"), {"role": "system", "content": []}]}, "messages[1].content"),
         ({"messages": [*user("a"), {"role": "system", "content": [CALL_BLOCK]}]}, "messages[1].content[0]"),
@@ -270,6 +271,11 @@ def test_keys_that_nothing_reads_are_named_in_the_header(client: Client) -> None
     answer = ask(client, told, tools=[tool], system=[{**quiet, "weight": 0}], speed="fast", **body)
     named = "speed,system.weight,messages.content.title,tools.defer_loading,tools.input_examples"
     assert answer.headers[IGNORED_HEADER] == named
+    looked = [*user("a"), {"role": "assistant", "content": [CALL_BLOCK]}]
+    result = {"type": "tool_result", "tool_use_id": CALL_BLOCK["id"], "content": told}
+    inner = {"model": client.model, "messages": [*looked, {"role": "user", "content": [result]}]}
+    answer = client.post(PATH + "/count_tokens", inner)
+    assert answer.headers[IGNORED_HEADER] == "messages.content.content.title"
     counted = {"model": client.model, "messages": [{"role": "user", "content": told}]}
     assert client.post(PATH + "/count_tokens", counted).headers[IGNORED_HEADER] == "messages.content.title"
 

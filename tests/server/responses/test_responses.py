@@ -244,6 +244,9 @@ def test_keys_that_nothing_reads_are_reported(client: Client) -> None:
     answer = respond(client, [call, result, message], tools=[tool], tool_choice="none")
     named = "tools.defer_loading,tools.output_schema,input.phase,input.content.prompt_cache_breakpoint"
     assert (answer.status, answer.headers["x-plait-ignored"]) == (200, named)
+    parts = [{"type": "input_text", "text": "b", "weight": 1}]
+    answer = respond(client, [call, {**result, "output": parts}])
+    assert (answer.status, answer.headers["x-plait-ignored"]) == (200, "input.content.weight")
 
 
 def test_words_of_a_chat_that_say_nothing_are_taken(client: Client) -> None:
