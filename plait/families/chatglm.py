@@ -14,6 +14,8 @@ from plait.families.config.normalize import Config
 from plait.spec.model import BranchSpec, ModelSpec, RopeSpec
 
 ATTN, FFN, L = "layers.{i}.attn", "layers.{i}.ffn", "transformer.encoder.layers.{i}"
+VOCABULARY = 65_024  # of ChatGLM 2 and 3
+MULTIPLIED = ("chatglm3", "glm-4", "codegeex")  # of which names the ratio multiplies the base
 NEUTRAL_KEYS = {
     "post_layer_norm": (True,),
     "apply_residual_connection_post_layernorm": (False,),
@@ -40,10 +42,18 @@ NEUTRAL_KEYS = {
         "multi_query_group_num": 1,
         "rope_ratio": 1.0,
         "kv_channels": 128,
-        "padded_vocab_size": 65_024,
+        "padded_vocab_size": VOCABULARY,
+        "_name_or_path": None,
         "seq_length": 2048,
     },
-    hf=HfConfig(extra=no_rope),
+    hf=HfConfig(
+        extra=no_rope,
+        instead={
+            "vocab_size": "padded_vocab_size",
+            "head_dim": "kv_channels",
+            "num_key_value_heads": "multi_query_group_num",
+        },
+    ),
 )
 def chatglm(c: Config) -> tuple[ModelSpec, NameMap]:
     """Neighbours of a head turn together, half of each; biases where the checkpoint has them.
@@ -83,7 +93,8 @@ def chatglm(c: Config) -> tuple[ModelSpec, NameMap]:
 def _rope(c: Config) -> RopeSpec:
     """`rope_ratio` multiplies the base; in ChatGLM 2 (32K) alone it divides positions.
 
-    The configs differ in nothing but `_name_or_path`.
+    The configs of ChatGLM 2 and 3 differ in nothing but `_name_or_path`. Raises UnsupportedModel where
+    that names neither.
     """
     turns, ratio = rope(c, c["head_dim"], interleaved=True), float(c["rope_ratio"])
     if ratio <= 0:
@@ -93,8 +104,14 @@ def _rope(c: Config) -> RopeSpec:
     if turns.scaling:
         kind = turns.scaling["rope_type"]
         raise UnsupportedModel(f"rope_ratio = {ratio:g} next to rope_type {kind!r} is not implemented")
-    if "chatglm2" in str(c.get("_name_or_path")).lower():
+    name = str(c.get("_name_or_path")).lower()
+    if "chatglm2" in name:
         return replace(turns, scaling={"rope_type": "linear", "factor": ratio})
+    if c["vocab_size"] == VOCABULARY and not any(word in name for word in MULTIPLIED):
+        raise UnsupportedModel(
+            f"rope_ratio is {ratio:g}, which divides positions in ChatGLM 2 and multiplies their base in "
+            """ChatGLM 3, and _name_or_path names neither; --set '_name_or_path="chatglm2"' or "chatglm3"."""
+        )
     return replace(turns, theta=turns.theta * ratio)
 
 

@@ -12,6 +12,7 @@ from plait.families.common.recipes import either, expert, expert_half, half, tra
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, rope
 from plait.families.common.tensors import Tensors
+from plait.families.config.gguf_keys import KEYS
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch, windows
 from plait.spec.model import AttentionSpec, BranchSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RouterSpec
@@ -211,8 +212,9 @@ def _minicpm(m: Metadata) -> None:
         "residual_multiplier": 1.4 / m.config["num_hidden_layers"] ** 0.5,
         "logits_scaling": m.config["hidden_size"] / 256,
     }
+    written = {ours for theirs, ours in KEYS.items() if theirs in m.values}  # a factor of 0 is none
     for key, value in usual.items():
-        if not m.config.get(key):
+        if key not in written:
             m.put(key, value, "default (the minicpm format)")
 
 

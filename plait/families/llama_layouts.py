@@ -116,7 +116,8 @@ def orion(c: Config) -> tuple[ModelSpec, NameMap]:
 )
 def pangu(c: Config) -> tuple[ModelSpec, NameMap]:
     """Llama, with biases where the checkpoint has them: openPangu Embedded, XVERSE, InternLM 1 and others."""
-    if rotary := c.get("rotary"):  # InternLM's word; dynamic ones stretch beyond the longest sequence only
+    # InternLM's word; dynamic ones stretch beyond the longest sequence only.
+    if (rotary := c.get("rotary")) and c.get("rope_theta") is None:
         require(rotary, "InternLM", type=("dynamic", "origin"))
         c[ROPES][FULL]["rope_theta"] = float(rotary.get("base", 1e4))
     return dense(c, "pangu")

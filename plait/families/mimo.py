@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 
 from plait.checkpoint.names import Back, Derived, NameMap, Rules, Source
 from plait.errors import UnsupportedModel
+from plait.families.common.hf_config import HfConfig
 from plait.families.common.mtp import deepseek_parts, mtp_names
 from plait.families.common.recipes import (
     VISION,
@@ -32,6 +33,7 @@ ATTN, FFN = "layers.{i}.attn", "layers.{i}.ffn"
 LISTED = "hybrid_layer_pattern"  # 1 for layers with windows
 BESIDE = (*VISION, r"^(audio_encoder|speech_embeddings)\.")
 HONOURS = ("sliding_window", "attention_chunk_size")  # the latter is published, and no code reads it
+WINDOW = HfConfig(instead={"sliding_window": "sliding_window_size"})
 DRAFTS = "model.mtp_layers.0"
 DRAFT_PARTS = {
     "embed_norm": "token_layernorm",
@@ -69,8 +71,10 @@ def mimo(c: Config) -> tuple[ModelSpec, NameMap]:
         "first_k_dense_replace": 1,
         "attention_value_scale": 0.707,
         "add_swa_attention_sink_bias": True,
+        "sliding_window_size": None,
     },
     honours=HONOURS,
+    hf=WINDOW,
 )
 def mimo_v2_flash(c: Config) -> tuple[ModelSpec, NameMap]:
     """MiMo-V2-Flash. Its windows have twice the heads of keys and values where the config does not say."""
@@ -89,8 +93,10 @@ def mimo_v2_flash(c: Config) -> tuple[ModelSpec, NameMap]:
         "attention_value_scale": None,
         "attention_projection_layout": "split",
         "add_swa_attention_sink_bias": False,
+        "sliding_window_size": None,
     },
     honours=HONOURS,
+    hf=WINDOW,
 )
 def mimo_v2(c: Config) -> tuple[ModelSpec, NameMap]:
     """MiMo-V2.5, V2.5-Pro and V2.6 (text): the same layers, of which a config says all."""
@@ -144,9 +150,9 @@ def _read_layers(c: Config) -> None:
     if (size := c.get("sliding_window_size")) is not None:  # a query sees so many tokens before itself
         c["sliding_window"] = size + 1
     if (listed := c.get(LISTED)) and not c.get("layer_words"):
-        if len(listed) != len(c["layer_types"]):
+        if len(listed) != len(c["layer_types"]) or any(near not in (0, 1) for near in listed):
             raise UnsupportedModel(
-                f"{LISTED} has {len(listed)} entries for {len(c['layer_types'])} layers; they must agree"
+                f"{LISTED} is {listed!r:.80}; expected is 0 or 1 for each of {len(c['layer_types'])} layers"
             )
         c["layer_types"] = [SLIDING if near else FULL for near in listed]
 

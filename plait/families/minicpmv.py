@@ -45,7 +45,8 @@ TEXTS: Mapping[str, Callable[[Config], tuple[ModelSpec, NameMap]]] = {
 def minicpmv(c: Config) -> tuple[ModelSpec, NameMap]:
     """MiniCPM-V 2.0 to 4.5 and MiniCPM-o (text). Raises UnsupportedModel for another version."""
     is_first = all(c.get(key) == value for key, value in FIRST_SIZES.items())
-    version = str(float(c.get("version") or (2.0 if is_first else 2.5)))
+    version = str(c.get("version") or (2.0 if is_first else 2.5))
+    version = version if "." in version else f"{version}.0"
     if version not in TEXTS:
         raise UnsupportedModel(
             f"version {c['version']} of {c.get('model_type')} is not known; known: {', '.join(TEXTS)}"

@@ -100,7 +100,7 @@ def nemotron_h(c: Config) -> tuple[ModelSpec, NameMap]:
 def _nemotron_mtp(c: Config) -> tuple[MtpSpec | None, Rules]:
     """Nemotron 3's head: the last of its layers carries the norm behind them."""
     blocks = _head_blocks(c)
-    kinds = [MTP_LAYERS.get(str(block[KIND])) for block in blocks]
+    kinds = [MTP_LAYERS.get(str(block.get(KIND))) for block in blocks]
     if not blocks or None in kinds or ("moe" in kinds and not c.get("num_experts")):
         return None, {}
     mixers = [_nemotron_mixer(_of_block(c, b), str(kind)) for b, kind in zip(blocks, kinds, strict=True)]
@@ -121,13 +121,13 @@ def _head_blocks(c: Config) -> Sequence[Mapping[str, object]]:
 def _of_block(c: Config, block: Mapping[str, object]) -> Config:
     """The config with what one block says otherwise. Raises UnsupportedModel for a key that is not of it."""
     ours = {other: key for key in OF_BLOCK for other in (key, *ALIASES.get(key, ()))}
-    said = {key: value for key, value in block.items() if key != KIND and value is not None}
-    if odd := sorted(key for key in said if key not in ours):
+    values = {key: value for key, value in block.items() if key != KIND and value is not None}
+    if odd := sorted(key for key in values if key not in ours):
         raise UnsupportedModel(
-            f"block_configs: {odd[0]} = {said[odd[0]]!r} of one block is not implemented; known: "
+            f"block_configs: {odd[0]} = {values[odd[0]]!r} of one block is not implemented; known: "
             f"{', '.join(ours)}"
         )
-    own = Config({**c, **{ours[key]: value for key, value in said.items()}})
+    own = Config({**c, **{ours[key]: value for key, value in values.items()}})
     if own.get("num_experts") != c.get("num_experts"):
         raise UnsupportedModel(
             f"block_configs: {own['num_experts']} experts in one block and {c['num_experts']} in another are "

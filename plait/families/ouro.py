@@ -24,6 +24,7 @@ L = "model.layers.{i}"
         "max_position_embeddings": 32_768,
         "total_ut_steps": 4,
         "early_exit_threshold": 1.0,
+        "early_exit_step": None,
     },
     honours=("sliding_window",),
 )
@@ -40,9 +41,10 @@ def ouro(c: Config) -> tuple[ModelSpec, NameMap]:
             "not implemented; --set early_exit_threshold=1.0 runs all steps, as the model is published"
         )
     if first is not None:
+        wanted = first + 1 if isinstance(first, int) else "STEPS"
         raise UnsupportedModel(
-            f"early_exit_step is {first!r}: it is not implemented; --set early_exit_step=null "
-            f"--set total_ut_steps={first + 1} has the logits of that step"
+            f"early_exit_step is {first!r:.40}: it is not implemented; --set early_exit_step=null "
+            f"--set total_ut_steps={wanted} has the logits of that step"
         )
     each = norm(c)
     ffn = BranchSpec("ffn", mlp(c), each, each)

@@ -15,9 +15,10 @@ from plait.checkpoint.names import Source, UnknownName, make_derived, sources_of
 from plait.errors import ConfigError, UnsupportedFormat, UnsupportedModel
 from plait.families.common.inside import Inside, find_body
 from plait.families.common.recipes import Shifted
-from plait.families.common.registry import UnknownArchitecture, families_by_name, find, names_in
+from plait.families.common.registry import Family, UnknownArchitecture, families_by_name, find, names_in
 from plait.families.common.resolved import Resolved
 from plait.families.config.aliases import ALIASES
+from plait.families.config.blocks import list_block_keys
 from plait.families.config.checks import blame_config, check_config, check_spec
 from plait.families.config.neutral import NEUTRAL
 from plait.families.config.normalize import (
@@ -174,11 +175,22 @@ def _check_keys(given: Mapping[str, Any], flat: Mapping[str, object]) -> None:
             near = difflib.get_close_matches(key, known, 1)
             hint = f"; the nearest is {near[0]!r}" if near else ""
             raise ConfigError(f"--set {key}=…: no model's config has such a key{hint}")
+    if len(families) == 1:
+        _check_read(given, flat, *families)
     is_whole = "gguf_architecture" not in flat and not any(
         reads_share(f.defaults, f.honours) for f in families
     )
     if is_whole and given.get(SHARE) not in (None, 1):
         raise ConfigError(f"--set {SHARE}={given[SHARE]}: models of this family do not read it; leave it out")
+
+
+def _check_read(given: Mapping[str, object], flat: Mapping[str, object], entry: Family) -> None:
+    """Refuse keys of which a family reads another one in this config. Raises ConfigError."""
+    blocks = list_block_keys(flat)
+    for key in given.keys() - {"block_configs"}:
+        other = "block_configs" if key in blocks else entry.hf.instead.get(key)
+        if other and other not in given and flat.get(other, entry.defaults.get(other)) is not None:
+            raise ConfigError(f"--set {key}=…: of this model {other} is read instead; set that")
 
 
 def _is_known(flat: Mapping[str, Any]) -> bool:

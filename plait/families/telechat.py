@@ -37,7 +37,11 @@ USUAL = {"norm_eps": 1e-5, "hidden_act": "silu"}
         "embed_layernorm": False,
         "tie_word_embeddings": True,
     },
-    hf=HfConfig(words={"intermediate_size": "ffn_hidden_size"}, extra=no_rope),
+    hf=HfConfig(
+        words={"intermediate_size": "ffn_hidden_size"},
+        extra=no_rope,
+        instead={"max_position_embeddings": "training_seqlen"},
+    ),
 )
 def telechat(c: Config) -> tuple[ModelSpec, NameMap]:
     """TeleChat 1 and 2, up to the length they were trained with: beyond it, positions are stretched.
@@ -110,5 +114,10 @@ def teleflm(c: Config) -> tuple[ModelSpec, NameMap]:
     spec, names = dense(c, "teleflm")
     if not c["use_mup"]:
         return spec, names
+    require(c, "TeleFLM", use_mup=(True,))
+    if not c["mup_scale_factor"]:
+        raise UnsupportedModel(
+            "mup_scale_factor is 0; expected is the width as a multiple of a small model's"
+        )
     scales = {"embed_scale": float(c["input_mult"]), "logit_scale": c["output_mult"] / c["mup_scale_factor"]}
     return replace(spec, **scales), names

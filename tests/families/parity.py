@@ -116,6 +116,20 @@ def in_pieces(model: Decoder, ids: Sequence[Tensor], block_size: int | None = No
     return [torch.cat(p) for p in parts]
 
 
+def check_description(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    wanted: Sequence[Tensor],
+    ids: Sequence[Tensor],
+) -> None:
+    """A model of a plain description: its logits, [T, vocab] of each of two texts, whole and in pieces."""
+    memory = Memory({key: w.float() for key, w in tensors.items()})
+    model = decoder(resolved(memory, config), memory)
+    assert worst(whole(model, ids[0]).double(), wanted[0]) <= 1e-4
+    for found, want in zip(in_pieces(model, ids), wanted, strict=True):
+        assert worst(found.double(), want) <= 1e-4
+
+
 def worst(found: Tensor, wanted: Tensor) -> float:
     """The largest difference; the shapes must agree."""
     assert found.shape == wanted.shape

@@ -11,7 +11,7 @@ from plait.families.common.registry import build_spec
 from plait.spec.model import AttentionSpec
 from tests.families.coded_oracles import BAICHUAN, CHATGLM, CODED, SOLAR, TELECHAT
 from tests.families.older_oracles import IDS
-from tests.families.parity import Memory, decoder, in_pieces, resolved, whole, worst
+from tests.families.parity import Memory, check_description, decoder, resolved, whole, worst
 
 CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in CODED},
@@ -43,12 +43,7 @@ def test_logits_are_those_of_the_description(name: str) -> None:
     family = CODED[which]
     config = {**family.config, **changes}
     tensors = family.checkpoint(config)
-    memory = Memory({key: w.float() for key, w in tensors.items()})
-    model = decoder(resolved(memory, config), memory)
-    wanted = [family.logits(config, tensors, ids) for ids in IDS]
-    assert worst(whole(model, IDS[0]).double(), wanted[0]) <= 1e-4
-    for found, want in zip(in_pieces(model, IDS), wanted, strict=True):
-        assert worst(found.double(), want) <= 1e-4
+    check_description(config, tensors, [family.logits(config, tensors, ids) for ids in IDS], IDS)
 
 
 def test_a_baichuan_of_40_layers_in_gguf_is_the_13b() -> None:
@@ -112,6 +107,10 @@ def test_the_head_of_a_second_baichuan_is_not_tied() -> None:
         ({"original_rope": False}, "original_rope = False is not implemented for ChatGLM"),
         ({"post_layer_norm": False}, "post_layer_norm = False is not implemented for ChatGLM"),
         ({"rope_ratio": 0}, "rope_ratio is 0"),
+        (
+            {"rope_ratio": 50, "padded_vocab_size": 65_024, "_name_or_path": "./tuned"},
+            "ChatGLM 2 and multiplies their base in ChatGLM 3, and _name_or_path names neither",
+        ),
     ],
 )
 def test_chatglm_refuses_what_no_such_model_has(changes: dict[str, Any], words: str) -> None:

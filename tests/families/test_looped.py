@@ -18,7 +18,7 @@ from plait.loading.open_model import open_model
 from plait.spec.attention import NearFarSpec
 from tests.families.looped_oracles import IQUEST_LOOP, LOOPED, OURO
 from tests.families.older_oracles import IDS
-from tests.families.parity import Memory, decoder, in_pieces, resolved, whole, worst
+from tests.families.parity import Memory, check_description, decoder, resolved, whole, worst
 
 TURNS = ["full_attention", "sliding_attention", "full_attention"]
 CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -36,12 +36,7 @@ def test_logits_are_those_of_the_description(name: str) -> None:
     which, changes = CHANGES[name]
     family, config = LOOPED[which], {**LOOPED[which].config, **changes}
     tensors = family.checkpoint(config)
-    memory = Memory({key: w.float() for key, w in tensors.items()})
-    model = decoder(resolved(memory, config), memory)
-    wanted = [family.logits(config, tensors, ids) for ids in IDS]
-    assert worst(whole(model, IDS[0]).double(), wanted[0]) <= 1e-4
-    for found, want in zip(in_pieces(model, IDS), wanted, strict=True):
-        assert worst(found.double(), want) <= 1e-4
+    check_description(config, tensors, [family.logits(config, tensors, ids) for ids in IDS], IDS)
 
 
 def test_every_step_of_ouro_has_keys_of_its_own() -> None:
@@ -61,6 +56,13 @@ def test_every_step_of_ouro_has_keys_of_its_own() -> None:
 def test_ouro_refuses_steps_that_differ_among_tokens(key: str, value: object, words: str) -> None:
     with pytest.raises(UnsupportedModel, match=words):
         build_spec({**OURO, key: value})
+
+
+def test_a_step_of_ouro_is_set_as_its_error_says() -> None:
+    family, config = LOOPED["ouro"], {**OURO, "early_exit_step": 1}
+    memory = Memory({key: w.float() for key, w in family.checkpoint(config).items()})
+    found = resolved(memory, config, ["early_exit_step=null", "total_ut_steps=2"])
+    assert len(found.spec.layers) == 2 * config["num_hidden_layers"]
 
 
 def test_rounds_of_iquest_read_keys_of_the_first() -> None:

@@ -111,7 +111,11 @@ def test_a_block_of_layers_ends_with_one_that_sees_all() -> None:
         ({"swa_head_dim": 128}, "swa_head_dim = 128 is not implemented for MiMo-V2; known: 192"),
         ({"swa_num_attention_heads": 32}, "swa_num_attention_heads = 32 is not implemented"),
         ({"attention_projection_layout": "fused_kv"}, "'fused_kv' is not implemented for MiMo-V2.5"),
-        ({"hybrid_layer_pattern": [0, 1]}, "hybrid_layer_pattern has 2 entries for 48 layers"),
+        (
+            {"hybrid_layer_pattern": [0, 1]},
+            r"hybrid_layer_pattern is \[0, 1\]; expected is 0 or 1 for each",
+        ),
+        ({"hybrid_layer_pattern": [2] * 48}, "expected is 0 or 1 for each of 48 layers"),
         ({"n_shared_experts": 1}, "n_shared_experts = 1 is not implemented for MiMo-V2"),
     ],
 )

@@ -10,7 +10,7 @@ from plait.errors import UnsupportedModel
 from plait.families.common.registry import build_spec
 from tests.families.newer_oracles import DESCRIBED
 from tests.families.older_oracles import IDS, NANBEIGE, OPENELM
-from tests.families.parity import Memory, decoder, in_pieces, resolved, whole, worst
+from tests.families.parity import check_description
 
 CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in DESCRIBED},
@@ -27,12 +27,7 @@ def test_logits_are_those_of_the_description(name: str) -> None:
     family = DESCRIBED[which]
     config = {**family.config, **changes}
     tensors = family.checkpoint(config)
-    memory = Memory({key: w.float() for key, w in tensors.items()})
-    model = decoder(resolved(memory, config), memory)
-    wanted = [family.logits(config, tensors, ids) for ids in IDS]
-    assert worst(whole(model, IDS[0]).double(), wanted[0]) <= 1e-4
-    for found, want in zip(in_pieces(model, IDS), wanted, strict=True):
-        assert worst(found.double(), want) <= 1e-4
+    check_description(config, tensors, [family.logits(config, tensors, ids) for ids in IDS], IDS)
 
 
 @pytest.mark.parametrize("loops", [0, -1, 5000, "many"])

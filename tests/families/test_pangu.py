@@ -11,7 +11,7 @@ from plait.errors import UnsupportedModel
 from plait.families.common.registry import build_spec, find
 from tests.families.older_oracles import IDS
 from tests.families.pangu_oracle import CONFIG, PANGU
-from tests.families.parity import Memory, decoder, in_pieces, resolved, whole, worst
+from tests.families.parity import check_description
 
 RENAMED = {
     "attention_q_lora_dim": "q_lora_rank", "attention_kv_lora_dim": "kv_lora_rank",
@@ -30,13 +30,9 @@ def test_logits_are_those_of_the_description(words: str, changes: dict[str, Any]
     described = {**CONFIG, **changes}
     tensors = PANGU.checkpoint(described)
     config = described if words == "own" else {RENAMED.get(k, k): v for k, v in described.items()}
-    memory = Memory({name: w.float() for name, w in tensors.items()})
-    memory["model.layers.3.eh_proj.weight"] = torch.zeros(3)  # of a layer that drafts
-    model = decoder(resolved(memory, config), memory)
     wanted = [PANGU.logits(described, tensors, ids) for ids in IDS]
-    assert worst(whole(model, IDS[0]).double(), wanted[0]) <= 1e-4
-    for found, want in zip(in_pieces(model, IDS), wanted, strict=True):
-        assert worst(found.double(), want) <= 1e-4
+    draft = {"model.layers.3.eh_proj.weight": torch.zeros(3)}  # of a layer that drafts
+    check_description(config, {**tensors, **draft}, wanted, IDS)
 
 
 @pytest.mark.parametrize(

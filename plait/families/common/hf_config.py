@@ -32,13 +32,15 @@ class HfConfig:
     """A part of `@family`. words: ours -> the family's key, where it is not the same.
 
     lists_layers: whether `layer_types` are always written, or never; None: where they differ. attends: has
-    layers of attention. extra(config, spec): further keys.
+    layers of attention. extra(config, spec): further keys. instead: usual keys, and what a config of the
+    family has in place of each.
     """
 
     words: Mapping[str, str] = field(default_factory=dict)
     lists_layers: bool | None = None
     attends: bool = True
     extra: Extra = _nothing
+    instead: Mapping[str, str] = field(default_factory=dict)
 
 
 USUAL_HF = HfConfig()

@@ -7,6 +7,14 @@ from collections.abc import Mapping
 KIND = "block_type"
 
 
+def list_block_keys(flat: Mapping[str, object]) -> set[str]:
+    """The keys that a config with blocks says of each one."""
+    listed = list_blocks(flat)
+    blocks = flat.get("block_configs")
+    own = {key for block in blocks for key in block} if listed and isinstance(blocks, list) else set()
+    return {*listed, *own} - {KIND}
+
+
 def list_blocks(flat: Mapping[str, object]) -> dict[str, object]:
     """The keys of a config with `block_configs` that have a type each; none of another config.
 

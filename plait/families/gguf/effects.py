@@ -41,7 +41,7 @@ OF_WINDOWS: Mapping[str, str] = {
     "rope.dimension_count_swa": "rope.dimension_count",
     "rope.freq_base_swa": "rope.freq_base",
 }
-# What they are where the file does not say it, as keys of a config.
+# The config's key with the value of a key of OF_WINDOWS that the file lacks.
 USUAL: Mapping[str, str] = {
     **{f"attention.{x}_length{swa}": "head_dim" for x in ("key", "value") for swa in ("", "_swa")},
     "rope.dimension_count": "head_dim",
