@@ -122,7 +122,7 @@ def check_description(
     wanted: Sequence[Tensor],
     ids: Sequence[Tensor],
 ) -> None:
-    """A model of a plain description: its logits, [T, vocab] of each of two texts, whole and in pieces."""
+    """A model of a plain description: its logits, [T, vocab] of each of two texts, whole and in chunks."""
     memory = Memory({key: w.float() for key, w in tensors.items()})
     model = decoder(resolved(memory, config), memory)
     assert worst(whole(model, ids[0]).double(), wanted[0]) <= 1e-4
