@@ -19,6 +19,7 @@ OCR_EYES = (r"^(model\.)?(sam_model|qwen2_model|projector|view_sep[ae]rator)\b",
 L, ATTN, FFN = "model.layers.{i}", "layers.{i}.attn", "layers.{i}.ffn"
 SMALLEST = 1e-7  # added to the length of a column
 SILU = {"norm_eps": 1e-6, "hidden_act": "silu", "first_k_dense_replace": 0, "num_shared_experts": 1}
+SECOND = {**SILU, "norm_topk_prob": True, "use_qk_norm": True}
 
 
 @family(
@@ -60,13 +61,7 @@ def ling_1(c: Config) -> tuple[ModelSpec, NameMap]:
 @family(
     "BailingMoeV2ForCausalLM",
     model_types=("bailing_moe_v2",),
-    defaults={
-        **SILU,
-        "norm_topk_prob": True,
-        "partial_rotary_factor": 0.5,
-        "routed_scaling_factor": 2.5,
-        "use_qk_norm": True,
-    },
+    defaults={**SECOND, "partial_rotary_factor": 0.5, "routed_scaling_factor": 2.5},
     honours=("use_qk_norm",),
 )
 def ling_2_moe(c: Config) -> tuple[ModelSpec, NameMap]:
@@ -78,8 +73,7 @@ def ling_2_moe(c: Config) -> tuple[ModelSpec, NameMap]:
     "Param2MoEForCausalLM",
     model_types=("param2moe",),
     defaults={
-        **SILU,
-        "norm_topk_prob": True,
+        **SECOND,
         "partial_rotary_factor": 1.0,
         "rope_theta": 6e5,
         "routed_scaling_factor": 1.0,
@@ -87,7 +81,6 @@ def ling_2_moe(c: Config) -> tuple[ModelSpec, NameMap]:
         "num_experts_per_tok": 8,
         "n_group": 8,
         "topk_group": 4,
-        "use_qk_norm": True,
     },
     honours=("use_qk_norm",),
 )

@@ -17,8 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from plait.families.common.registry import find
 from tests.families import test_chameleon, test_nemotron_nas, tiny
-from tests.families.gguf.published_kin import KIN
-from tests.families.gguf.published_names import as_published
+from tests.families.gguf.published_kin import KIN, as_published
 from tests.families.gguf.recorded import read_checkpoint
 from tests.families.newer_oracles import DESCRIBED
 from tests.families.oracles import ORACLES, read_oracle

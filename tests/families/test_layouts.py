@@ -9,8 +9,7 @@ import pytest
 
 from plait.errors import UnsupportedModel
 from plait.families.common.registry import build_spec
-from tests.families.gguf.published_kin import KIN
-from tests.families.gguf.published_names import as_published
+from tests.families.gguf.published_kin import KIN, as_published
 from tests.families.gguf.recorded import read_checkpoint
 from tests.families.parity import Memory, decoder, in_pieces, resolved, whole, worst
 
