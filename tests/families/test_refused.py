@@ -36,6 +36,12 @@ def test_a_refused_kind_is_named_with_its_reason(kind: str, why: str) -> None:
         build_spec({"architectures": ["SomeForCausalLM"], "model_type": kind})
 
 
+@pytest.mark.parametrize("name", ["LlamaForCausalLMEagle3", "DFlashDraftModel", "MedusaModel"])
+def test_a_drafter_with_the_type_of_a_model_is_none(name: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"{name}' is not implemented: it drafts for another model"):
+        build_spec({"architectures": [name], "model_type": "llama"})
+
+
 @pytest.mark.parametrize("kind", DECODERS)
 def test_what_may_be_an_encoder_is_built_only_as_a_decoder(kind: str) -> None:
     decoder = {"model_type": kind, "is_decoder": True, "is_encoder_decoder": False}

@@ -9,9 +9,9 @@ ENCODER = "it reads a text in both directions, as an encoder does, and Plait run
 AUDIO = "it is made for sound, and Plait reads and writes text"
 IMAGE = "its text layers are made to attend to images, and Plait reads and writes text"
 DIFFUSION = "it writes by diffusion, many tokens at once, and Plait writes one token after another"
-DRAFTER = "it drafts for another model and reads that model's keys, so it does not run by itself"
+DRAFTER = "it drafts for another model and reads that model's states, so it does not run by itself"
 
-# reason -> model types
+# reason -> model types, and architectures of configs that have another model's type
 _REASONS: Mapping[str, tuple[str, ...]] = {
     ENCODER_DECODER: (
         *("encoder-decoder", "fsmt", "led", "longt5", "m2m_100", "mt5", "nllb-moe", "pegasus_x"),
@@ -38,8 +38,15 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
     "prompt ends": ("unlimited_ocr", "unlimited_ocr_text"),
     "it writes images, and Plait writes text": ("glm_image", "glm_image_text"),
     IMAGE: ("blip", "blip_text_model", "git"),
-    DIFFUSION: ("diffusion_gemma", "dream", "llada", "llada2_moe", "sdar", "sdar_moe"),
-    DRAFTER: ("gemma4_assistant", "gemma4_unified_assistant"),
+    DIFFUSION: ("diffusion_gemma", "dream", "llada", "llada2_moe", "rnd1", "sdar", "sdar_moe"),
+    DRAFTER: (
+        *("gemma4_assistant", "gemma4_unified_assistant"),
+        *("LlamaForCausalLMEagle", "LlamaForCausalLMEagle3", "EagleLlamaForCausalLM"),
+        *("Eagle3LlamaForCausalLM", "Eagle3DraftModel", "Eagle3Speculator", "MedusaModel"),
+        *("DFlashDraftModel", "DFlash2DraftModel", "DSparkDraftModel", "DSparkSpeculator"),
+        *("Qwen3DSparkModel", "Lfm2DSparkDraftModel", "LingDSparkModel", "Gemma4DSparkModel"),
+        "DeepseekV4DSparkModel",
+    ),
     "its layers are RWKV-5 or RWKV-6, and RWKV-4 and RWKV-7 are implemented": ("rwkv5", "rwkv6"),
     "it reads bytes in patches of varying size, which is not implemented": ("blt",),
     "random rotations, drawn anew for every call, decide which tokens see each other, so one text has no one "
