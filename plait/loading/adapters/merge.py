@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -48,8 +49,8 @@ class MergedGguf(GgufFile):
 def follow_names(files: SafetensorsFiles, adapter: AdapterFile) -> AdapterFile:
     """The adapter with the names of the files. Raises BadFile where it has one tensor under two names."""
     names = find_in_files(adapter.pairs, frozenset(files.names()))
-    if len(set(names.values())) < len(names):
-        twice = sorted(name for name in names if list(names.values()).count(names[name]) > 1)
+    counts = Counter(names.values())
+    if twice := sorted(name for name, theirs in names.items() if counts[theirs] > 1):
         raise BadFile(f"{adapter.path}: these are one tensor of the model: {list_some(twice, 4)}")
     return replace(adapter, pairs={names[name]: pair for name, pair in adapter.pairs.items()})
 
