@@ -1,7 +1,7 @@
 """Makes a startup image of a model that runs: where its recorded step points, and what lies there.
 
-Every number of a launch that may be an address must lie in memory that is known here. A step with one that
-does not is not kept, so an image never has an address of the process that made it.
+Every address of a launch must lie in memory that is known here. A step with one that does not is not kept, so
+an image never has an address of the process that made it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ from plait.state.host_store import HostStore
 
 LINE = 64  # bytes of a cache line
 # No size, stride or float is larger. Addresses may be smaller: the heap of a Python that is not
-# position-independent, as Debian's is, begins below. So launches and tables say which words are addresses.
+# position-independent, as Debian's is, begins below, and the bits of a float may be those of an address there.
+# So launches and tables say which words are addresses, and smaller words that they do not name are numbers.
 LEAST_ADDRESS = 1 << 32
 
 
@@ -228,13 +229,13 @@ def _addresses(
 ) -> Iterator[tuple[int, int, int]]:
     """Every address among words with its place, and where it leads. `places`: of memory, not of kernels.
 
-    Raises CannotRecord for a word that may be an address, and is at no such place: an image that kept it as a
-    number would have kernels read anywhere.
+    Raises CannotRecord for a word that can only be an address, and is at no such place: an image that kept it
+    as a number would have kernels read anywhere.
     """
     for i, word in enumerate(words):
         is_known = i in places or find_kernel(word) is not None
-        if not is_known and (word >= LEAST_ADDRESS or memory.holds(word)):
-            raise CannotRecord(f"word {i} {what} may be an address, and is not known as one")
+        if not is_known and word >= LEAST_ADDRESS:
+            raise CannotRecord(f"word {i} {what} is an address, and is not known as one")
         if word and is_known:
             yield (i, *memory.find(word, f"word {i} {what}"))
 

@@ -11,7 +11,7 @@ import torch
 
 from plait.errors import CannotRecord
 from plait.kernels.cpu.runtime.address_table import find_places, keep_addresses
-from plait.kernels.cpu.runtime.threads import Address, is_address
+from plait.kernels.cpu.runtime.threads import Address, argument, is_address
 from plait.loading.image.capture import LEAST_ADDRESS, Memory, MemoryRange, _launch, _table_words
 from plait.loading.image.file_format import Region
 
@@ -35,13 +35,17 @@ def test_addresses_of_a_launch_move_with_their_memory(start: int) -> None:
     assert made.moved == ((1, 0, 0), (3, 0, 0x240))
 
 
-@pytest.mark.parametrize("word", [LOW, LOW + 4095, HIGH, LEAST_ADDRESS])
-def test_a_word_that_may_be_an_address_is_in_no_image(word: int) -> None:
-    with pytest.raises(
-        CannotRecord, match="word 2 of some_kernel may be an address, and is not known as one"
-    ):
+@pytest.mark.parametrize("word", [HIGH, HIGH + 4096, LEAST_ADDRESS])
+def test_a_word_that_can_only_be_an_address_is_in_no_image(word: int) -> None:
+    with pytest.raises(CannotRecord, match="word 2 of some_kernel is an address, and is not known as one"):
         _launch(memory_at(LOW, HIGH), launch_of([8, LOW, word], 1))
-    _launch(memory_at(LOW, HIGH), launch_of([8, LOW, LOW - 1], 1))  # memory that is not known has no address
+
+
+def test_a_number_may_be_like_an_address_in_low_memory() -> None:
+    epsilon = argument(1e-5)
+    made = _launch(memory_at(LOW, epsilon), launch_of([8, LOW, epsilon, LOW + 64], 1))
+    assert made.words == (8, 0, epsilon, LOW + 64)
+    assert made.moved == ((1, 0, 0),)
 
 
 def test_a_table_says_which_of_its_words_are_addresses() -> None:
