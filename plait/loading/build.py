@@ -19,6 +19,7 @@ from plait.frontend.frontend import Front, Language
 from plait.kernels.load import sampling_kernels, turn_kernels, turn_tables
 from plait.loading.adapters.place import load_adapters, place_adapters
 from plait.loading.disk_cache import open_disk_cache
+from plait.loading.eagle_head import check_head, decoder_kind, find_spec, list_head_ops, load_eagle
 from plait.loading.identity.fingerprint import fingerprint
 from plait.loading.kernel_trials.trials import try_kernels
 from plait.loading.make_engine import draft_with_head, make_compiler, make_engine, make_front
@@ -40,7 +41,7 @@ from plait.loading.target import (
     take_verdicts,
 )
 from plait.model.decoder import Decoder
-from plait.model.mtp import MtpHead
+from plait.model.draft_head import DraftHead
 from plait.ops.chip import Chip
 from plait.ops.registry import Binding
 from plait.ops.rope import rope_notes
@@ -198,7 +199,7 @@ def _build(
     check_rounded_state(opened.resolved, opened.checkpoint, target)
     named = place_adapters(opened, target)
     with out_of_memory(f"loading the weights of {opened.files.name} ({gib(opened.nbytes)})"):
-        decoder = load_decoder(opened, target, report)
+        decoder = load_decoder(opened, target, report, decoder_kind(draft))
     target.bound.append(_bind_packed(target))
     if target.ranks:
         target.ranks.wait_loaded(agreement_of(opened, target.comm.rank), target.chip)
@@ -239,7 +240,9 @@ def _open_gpu(opened: Opened, draft: Opened | None, target: Target, report: Prog
     if draft is not None:
         from plait.loading.draft_model import try_draft_kernels
 
-        take_verdicts(target, try_draft_kernels(draft, opened.config, target, report))
+        spec = find_spec(draft)
+        used = list_head_ops(draft, spec, opened) if spec is not None else None
+        take_verdicts(target, try_draft_kernels(draft, opened.config, target, report, used))
     open_device(target.device)
     free, own = free_memory(target.device), opened.nbytes // target.comm.rank.size
     check_weights_fit(opened.files.name, own, free, target.chip.name if target.chip else "it")
@@ -315,13 +318,18 @@ def draft_headers(opened: Opened, tokenizer: Tokenizer | None) -> Opened | None:
     if config.speculate == "mtp":
         check_mtp(opened)
         return None
-    return open_draft(config, spec, tokenizer)
+    draft = open_draft(config, spec, tokenizer)
+    if (head := find_spec(draft)) is not None:
+        check_head(draft, head, opened)
+    return draft
 
 
 def _drafter(
     draft: Opened | None, opened: Opened, target: Target, decoder: Decoder
-) -> Opened | MtpHead | None:
-    """What drafts with a state of its own: a draft model, not loaded yet, or the model's head."""
+) -> Opened | DraftHead | None:
+    """What drafts with a state of its own: a draft model, not loaded yet, or a head."""
+    if draft is not None and (spec := find_spec(draft)) is not None:
+        return load_eagle(draft, spec, opened, target, decoder)
     if opened.config.speculate != "mtp":
         return draft
     from plait.loading.draft_model import load_mtp
@@ -330,7 +338,7 @@ def _drafter(
 
 
 def _proposer(
-    drafter: Opened | MtpHead | None,
+    drafter: Opened | DraftHead | None,
     opened: Opened,
     target: Target,
     sizing: Sizing,
@@ -345,7 +353,7 @@ def _proposer(
         return NgramProposer()
     from plait.loading.draft_model import draft_by_head, load_draft
 
-    if isinstance(drafter, MtpHead):
+    if isinstance(drafter, DraftHead):
         banned = banned_ids(opened, tokenizer)
         return draft_by_head(drafter, opened, target, sizing.max_model_len, banned)
     return load_draft(drafter, config, target, sizing.max_model_len, tokenizer, report)
@@ -363,7 +371,7 @@ def describe_for_sizing(decoder: Decoder, target: Target) -> ModelFacts:
 
 
 def _size(
-    opened: Opened, decoder: Decoder, target: Target, drafter: Opened | MtpHead | None = None
+    opened: Opened, decoder: Decoder, target: Target, drafter: Opened | DraftHead | None = None
 ) -> Sizing:
     facts = describe_for_sizing(decoder, target)
     if target.device.type == "cuda":

@@ -18,6 +18,7 @@ from plait.engine.device import choose_dtype, free_memory, out_of_memory
 from plait.engine.draft_places import plan_head_places, plan_places
 from plait.engine.memory_plan import gib
 from plait.errors import ConfigError
+from plait.loading.kernel_trials.plan import OpKinds
 from plait.loading.kernel_trials.trials import try_kernels
 from plait.loading.make_runner import make_sampler
 from plait.loading.meta.meta_model import list_ops
@@ -35,6 +36,7 @@ from plait.loading.open_model import (
 from plait.loading.packed_cache import shelf_of
 from plait.memory import PagedState
 from plait.model.decoder import Decoder
+from plait.model.draft_head import DraftHead
 from plait.model.mtp import FC, MtpHead
 from plait.ops.chip import Chip
 from plait.quant.weight import Dense, as_weight
@@ -44,6 +46,7 @@ from plait.runner.host.static_batch import Capacity
 from plait.runner.mtp_passes import make_passes
 from plait.runner.runner import ModelRunner
 from plait.runner.sampler import Sampler
+from plait.spec.eagle import EagleSpec
 from plait.spec.model import ModelSpec
 from plait.state.store import StateStore
 from plait.text.tokenizers.tokenizer import Tokenizer
@@ -93,11 +96,17 @@ def load_draft(
     return DraftModel(runner, memory)
 
 
-def try_draft_kernels(opened: Opened, config: EngineConfig, target: Target, report: Progress) -> Chip | None:
-    """The target's GPU with the verdicts on what the draft model binds there, too; None: it is no GPU."""
+def try_draft_kernels(
+    opened: Opened, config: EngineConfig, target: Target, report: Progress, used: OpKinds | None = None
+) -> Chip | None:
+    """The target's GPU with the verdicts on what the draft model binds there, too; None: it is no GPU.
+
+    used: what a head binds, which is no model.
+    """
     if target.device.type != "cuda":
         return target.chip
-    own, used = _draft_target(opened, config, target, 1), list_ops(opened.resolved, opened.checkpoint)
+    own = _draft_target(opened, config, target, 1)
+    used = list_ops(opened.resolved, opened.checkpoint) if used is None else used
     return try_kernels(own, weight_formats(opened), config.cache_dir, report, used)
 
 
@@ -122,10 +131,12 @@ def open_draft(config: EngineConfig, spec: ModelSpec, tokenizer: Tokenizer | Non
         config, set=(), vocab=None, chat_template=None, max_model_len=None, ssm_mode="ssd", a_source="auto"
     )
     try:
-        opened = open_model(name, own)
+        opened = open_model(name, own, drafts=True)
     except ConfigError as error:
         raise ConfigError(f"speculate: {error} (it is off, ngram, mtp, or a draft model)") from error
     draft = opened.resolved.spec
+    if isinstance(draft, EagleSpec):  # it has no tokenizer, and is checked with its model
+        return opened
     if draft.vocab_size != spec.vocab_size:
         raise ConfigError(
             f"speculate: {name} has {draft.vocab_size} tokens and the model {spec.vocab_size}: a draft model "
@@ -204,10 +215,10 @@ def find_head(opened: Opened, target: Target, trunk: Decoder) -> MtpHead | None:
 
 
 def make_drafter(
-    head: MtpHead, target: Target, config: EngineConfig, max_model_len: int, sampler: Sampler
+    head: DraftHead, target: Target, config: EngineConfig, max_model_len: int, sampler: Sampler
 ) -> MtpDrafter:
     """Memory and passes for a head that was loaded for `target`. Raises OutOfMemory."""
-    beside = MOST_KEPT * head.fc.n_out * target.dtype.itemsize
+    beside = MOST_KEPT * head.width * target.dtype.itemsize
     free, dtype = free_memory(target.device), name_of(target.dtype)
     memory = plan_head_places(head.states, config, dtype, free, max_model_len, beside=beside)
     capacity = Capacity.of(memory.max_step_len, memory.num_places, max_model_len, memory.block_size)
@@ -215,7 +226,7 @@ def make_drafter(
     with out_of_memory(f"allocating memory for drafts of {memory.num_places} sequences"):
         store = StateStore(head.states, memory.num_blocks, 0, memory.block_size, *where)
         made = make_passes(head, store, sampler, where, threads, capacity)
-    step_log.info("step of the head for multi-token prediction: %s", made.kind)
+    step_log.info("step of the head for drafts: %s", made.kind)
     return MtpDrafter(made.passes, memory, made.kept)
 
 
@@ -231,8 +242,8 @@ def load_mtp(opened: Opened, target: Target, trunk: Decoder) -> MtpHead:
 
 
 def draft_by_head(
-    head: MtpHead, opened: Opened, target: Target, max_model_len: int, banned: tuple[int, ...]
+    head: DraftHead, opened: Opened, target: Target, max_model_len: int, banned: tuple[int, ...]
 ) -> MtpDrafter:
-    """What drafts with a model's head, on its device and threads, which it never closes."""
+    """What drafts with a model's head or one of EAGLE-3, on its device and threads, which it never closes."""
     sampler = make_sampler(target, opened.resolved.spec.vocab_size, banned)
     return make_drafter(head, target, opened.config, max_model_len, sampler)

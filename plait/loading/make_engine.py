@@ -68,7 +68,7 @@ def make_engine(
     scheduler.memory.keeps_rows, scheduler.memory.ends_steps = runner.keeps_rows, runner.ends_steps
     speculation = None
     if proposer is not None:
-        most, is_even = config.num_draft_tokens, config.speculate == "mtp"
+        most, is_even = config.num_draft_tokens, isinstance(proposer, MtpDrafter)
         lengths = [n for n in HEAD_LENGTHS if n <= most] if is_even else [most]
         speculation = Speculation(
             proposer,

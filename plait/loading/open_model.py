@@ -22,10 +22,12 @@ from plait.checkpoint.readers.gguf_metadata import CONFIG, is_own, own_config
 from plait.checkpoint.readers.safetensors import SafetensorsFiles
 from plait.checkpoint.weights import Target, Weights
 from plait.config import EngineConfig
-from plait.errors import BadFile, PlaitError
+from plait.errors import BadFile, PlaitError, UnsupportedModel
 from plait.families.common.inside import leave_out_beside
+from plait.families.common.refused import DRAFTER
 from plait.families.common.resolved import Resolved
 from plait.families.config.normalize import IncompleteConfig
+from plait.families.eagle import find_first_layer, resolve_eagle
 from plait.families.resolve import SET, resolve
 from plait.frontend.frontend import Language
 from plait.loading.heads.read_head import HeadSource, head_names, read_head
@@ -40,6 +42,7 @@ from plait.ops.linear import Activations
 from plait.quant.encode import list_encoded
 from plait.quant.weight import as_tensor
 from plait.resource_limits import trim_heap
+from plait.spec.eagle import EagleSpec
 from plait.text.tokenizers.gguf_files import CARRIED
 from plait.text.tokenizers.tokenizer import Tokenizer
 
@@ -106,10 +109,11 @@ class Opened:
         return self.whole_source().language()
 
 
-def open_model(model: str, config: EngineConfig, *, probed: bool = True) -> Opened:
+def open_model(model: str, config: EngineConfig, *, probed: bool = True, drafts: bool = False) -> Opened:
     """Find a model's files and understand their headers. `probed` False: without findings of earlier probes.
 
-    Raises ConfigError, CheckpointError or UnsupportedModel.
+    `drafts`: it may be a head that drafts for another model; its spec is an `EagleSpec` then. Raises
+    ConfigError, CheckpointError or UnsupportedModel.
     """
     plugins = load_plugins(config)
     files = find_model(model, offline=config.offline)
@@ -122,6 +126,10 @@ def open_model(model: str, config: EngineConfig, *, probed: bool = True) -> Open
         scheme = find_scheme(raw, files.side_files)
         tensors = QuantizedCheckpoint(SafetensorsFiles(*files.weights, index=files.index), scheme)
         opened = Opened(files, tensors, None, _resolve(tensors, raw, None, config, files), config, plugins)
+    if isinstance(opened.resolved.spec, EagleSpec) and not drafts:
+        raise UnsupportedModel(
+            f"{files.name} is a head of EAGLE-3: {DRAFTER}; `plait serve MODEL --speculate {model}` uses it"
+        )
     if not probed or not opened.resolved.is_detected:
         return opened
     findings = read_findings(files, opened.checkpoint, config.cache_dir)
@@ -159,14 +167,14 @@ def with_findings(opened: Opened, found: Findings) -> Resolved:
         ) from error
 
 
-def load_decoder(opened: Opened, target: Target, report: Progress) -> Decoder:
+def load_decoder(opened: Opened, target: Target, report: Progress, kind: type[Decoder] = Decoder) -> Decoder:
     """The model with all its weights, packed for `target`. Raises CheckpointError."""
     target.on_read = release_pages(opened, report, target.comm.rank.size)
     heads = set(head_names(opened.checkpoint.names()))  # `read_head` reads them
     weights = Weights(opened.checkpoint, opened.resolved.names, target, used=heads)
     spec, _ = divide_model(opened.resolved.spec, target.comm.rank)
     with feed_device(opened, target):
-        decoder = Decoder(spec, weights)
+        decoder = kind(spec, weights)
     weights.check_all_used()
     opened.checkpoint.release()
     trim_heap()
@@ -270,6 +278,8 @@ def _resolve(
     shapes = {name: checkpoint.shape(name) for name in checkpoint.names()}
     own = is_own(metadata)
     try:
+        if metadata is None and find_first_layer(shapes):
+            return resolve_eagle(raw, shapes, overrides=config.set)
         found = resolve(
             own_config(metadata or {}) if own else raw,
             shapes,

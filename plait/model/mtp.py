@@ -11,21 +11,21 @@ from dataclasses import replace
 from torch import Tensor
 
 from plait.checkpoint.weights import Weights
-from plait.memory import State, has_slots
 from plait.model.decoder import Branch, Decoder
+from plait.model.draft_head import DraftHead
 from plait.model.layers.layers import Batch, Embedding, LmHead, Norm
-from plait.ops.rows import join, put_rows
+from plait.ops.rows import join
 from plait.spec.model import ModelSpec
 from plait.state.store import StateStore
 
 FC = "mtp.fc.weight"  # every head has it: where a file has none, it has no head
 
 
-class MtpHead:
+class MtpHead(DraftHead):
     """The head of a model. `weights` gives its tensors, under `mtp`. Raises CheckpointError.
 
-    Position i is computed from h[i], which the model made of it, and from token i + 1. `trunk`: the model
-    that lends its embedding, and with `shares_head` its output head; what is not lent is read again, whole.
+    `trunk`: the model that lends its embedding, and with `shares_head` its output head; what is not lent is
+    read again, whole.
     """
 
     def __init__(
@@ -41,17 +41,11 @@ class MtpHead:
         named = ((f"layers.{i}.{b.name}", b) for i, layer in enumerate(own.layers, own.first) for b in layer)
         self.branches = [Branch(b, w.scope(name), s.hidden_size) for name, b in named]
         self.norm = Norm(own.norm, w.scope("norm"), s.hidden_size)
-        self._join, self._put_rows = weights.bind(join), weights.bind(put_rows)
-        self.states: dict[str, State] = {}
-        for branch in self.branches:
-            self.states |= branch.states
-        assert not has_slots(self.states), "a head with recurrent state"
+        self._join, self.width = weights.bind(join), s.hidden_size
+        super().__init__(weights, [branch.states for branch in self.branches])
 
     def hidden(self, batch: Batch, store: StateStore, before: Tensor) -> Tensor:
-        """before: [T, hidden], h of every row; `batch.token_ids` are the tokens behind them.
-
-        What the head makes of every row, behind its norm: [T, hidden]. Of its last row it can go on.
-        """
+        """See `DraftHead`: what is given is behind the head's norm."""
         batch = replace(batch, step={})
         e = self.embed_norm(self.embed(batch.token_ids, batch.positions))
         h = self.hidden_norm(before)
@@ -62,14 +56,6 @@ class MtpHead:
             x, delta = branch.leave(x, branch(h, batch, store))
         _, h = self.norm.add(x, delta)
         return h
-
-    def keep_last(self, h: Tensor, batch: Batch, before: Tensor) -> Tensor:
-        """h: [T, hidden] -> its requested rows [L, hidden], which are the first of `before` from now on.
-
-        So the next pass, of one row for each of these, reads what this one made.
-        """
-        kept: Tensor = self._put_rows(h, batch.logit_rows, before)
-        return kept
 
     def logits(self, last: Tensor) -> Tensor:
         """last: [L, hidden] -> [L, vocab] float32."""

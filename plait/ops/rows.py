@@ -113,3 +113,15 @@ def _join_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     shape = (case["rows"],) if case["rows"] == 1 else (case["rows"], 3)
     a = torch.randn(*shape, case["size"], dtype=dtype, device=device)
     return (a, torch.randn(*shape, 8, dtype=dtype, device=device)), {}
+
+
+@op(cases=CASES)
+def pick_columns(x: Tensor, columns: Tensor) -> Tensor:
+    """Numbers of each row by column, -inf where that is below 0: x: [T, n], columns: [m] int64 -> [T, m]."""
+    return x[:, columns.clamp(min=0)].masked_fill(columns < 0, float("-inf"))
+
+
+@pick_columns.inputs
+def _pick_columns_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
+    x = torch.randn(case["rows"], case["size"], dtype=dtype, device=device)
+    return (x, torch.randint(-1, case["size"], (3 * case["size"] + 1,), device=device)), {}

@@ -18,6 +18,7 @@ from torch import Tensor
 from plait.errors import CannotRecord, KernelFailed
 from plait.memory import BlockGroup
 from plait.model.decoder import Decoder
+from plait.model.eagle import observed_size, take_observed
 from plait.request import SamplingParams
 from plait.runner.batches.check_batch import CheckBatch, CheckSize
 from plait.runner.batches.inputs import list_columns
@@ -74,7 +75,7 @@ class CheckGraphs:
 
     def show(self, observe: Observe) -> None:
         """Show every step's hidden states from now on. Graphs that leave none are captured again."""
-        shape = (self._batch.tokens, self._decoder.spec.hidden_size)
+        shape = (self._batch.tokens, observed_size(self._decoder))
         self._hidden = torch.zeros(shape, dtype=self._decoder.embed.dtype, device=self._backend.device)
         self._observe, self.graphs = observe, {}
 
@@ -134,7 +135,7 @@ class CheckGraphs:
         batch, tokens = self._batch.batch(key.size), key.size.tokens
         hidden = self._decoder.hidden(batch, self._store)
         if self._observe:
-            self._hidden[:tokens].copy_(hidden)
+            self._hidden[:tokens].copy_(take_observed(self._decoder, hidden))
         logits: Tensor = self._decoder.logits(hidden, batch)
         ids, values = self._sampler.draw(logits, self._tables)
         self._answers[0, :tokens].copy_(ids)

@@ -22,6 +22,7 @@ from torch import Tensor
 from plait.errors import CannotRecord, EngineError, KernelFailed
 from plait.memory import BlockGroup
 from plait.model.decoder import Decoder
+from plait.model.eagle import observed_size, take_observed
 from plait.ops.registry import OpFacts
 from plait.ops.step import locate_tokens, move_rows_on
 from plait.request import SamplingParams
@@ -127,7 +128,7 @@ class DeviceReplay:
 
     def show(self, observe: Observe) -> None:
         """Show every step's hidden states from now on. Graphs that leave none are captured again."""
-        shape, embed = (self.batch.rows, self._decoder.spec.hidden_size), self._decoder.embed
+        shape, embed = (self.batch.rows, observed_size(self._decoder)), self._decoder.embed
         self._hidden = torch.zeros(shape, dtype=embed.dtype, device=self._backend.device)
         self._observe, self._graphs = observe, {}
         if self.checks:
@@ -294,7 +295,7 @@ class DeviceReplay:
         own = batch.batch(key.bucket, mappings, has_adapters=key.has_adapters)
         hidden = self._decoder.hidden(own, self._store)
         if self._observe:
-            self._hidden[: key.bucket].copy_(hidden)
+            self._hidden[: key.bucket].copy_(take_observed(self._decoder, hidden))
         logits: Tensor = self._decoder.logits(hidden, own)
         if key.form is None:
             positions.add_(active)
@@ -322,7 +323,7 @@ class DeviceReplay:
         places = list_draws(drawing), list_places(drawing, placed_ids), rows
         logits, hidden, (drawn, from_draw, to_row) = self._compute(plan, places)
         if self._observe:
-            self._observe(plan, hidden)
+            self._observe(plan, take_observed(self._decoder, hidden))
         if not draws_here:
             return Done(add_pooled(plan, copy_pooled(plan, hidden), self.sampler.sample(logits, sampling)))
         if not len(drawn):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plait.errors import CannotRecord
 from plait.memory import block_groups
-from plait.model.mtp import MtpHead
+from plait.model.draft_head import DraftHead
 from plait.runner.batches.inputs import build_batch
 from plait.runner.host.mtp import MOST_KEPT, HiddenOnHost, KeptRows
 from plait.runner.host.mtp_passes import Drafts, HeadPasses, HiddenRows, HostPasses, go_on, replace_position
@@ -44,7 +44,7 @@ class HiddenOnDevice:
 class EagerPasses:
     """Op by op, on any device."""
 
-    def __init__(self, head: MtpHead, store: StateStore, sampler: Sampler, device: torch.device) -> None:
+    def __init__(self, head: DraftHead, store: StateStore, sampler: Sampler, device: torch.device) -> None:
         self._head, self._store, self._sampler, self._device = head, store, sampler, device
         self._groups = block_groups(head.states)
 
@@ -68,7 +68,7 @@ class EagerPasses:
 
 
 def record_passes(
-    head: MtpHead,
+    head: DraftHead,
     store: StateStore,
     sampler: Sampler,
     threads: NativeExecutor,
@@ -78,7 +78,7 @@ def record_passes(
     groups = block_groups(head.states)
     static = StaticBatch(capacity, groups, store.block_size)
     batch, largest = view_as_batch(static, groups), sampler.plain_largest
-    before = torch.zeros(capacity.tokens, head.fc.n_out)
+    before = torch.zeros(capacity.tokens, head.width)
     with threads.record(capacity.tokens, capacity.logits) as table, ViewsOnly():
         hidden = head.hidden(batch, store, before)
         logits = head.logits(head.keep_last(hidden, batch, before))
@@ -99,7 +99,7 @@ class HeadRunner:
 
 
 def make_passes(
-    head: MtpHead,
+    head: DraftHead,
     store: StateStore,
     sampler: Sampler,
     target: tuple[torch.device, torch.dtype],
@@ -107,7 +107,7 @@ def make_passes(
     capacity: Capacity,
 ) -> HeadRunner:
     """Recorded where there are native kernels for all of it. target: the device, and the model's dtype."""
-    (device, dtype), size, why = target, head.fc.n_out, "there is no executor of native kernels"
+    (device, dtype), size, why = target, head.width, "there is no executor of native kernels"
     if threads is not None:
         try:
             passes, launches = record_passes(head, store, sampler, threads, capacity)

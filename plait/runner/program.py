@@ -19,6 +19,7 @@ from plait.errors import CannotRecord
 from plait.kernels.load import why_not_cached
 from plait.memory import BlockGroup
 from plait.model.decoder import Decoder
+from plait.model.eagle import take_observed
 from plait.model.layers.layers import Batch, PagedIndex
 from plait.ops.low_rank import AdapterRows
 from plait.runner.host.program import HostProgram, ProgramReplay, StepResults
@@ -133,10 +134,13 @@ def record_step(
     recording = executor.record(capacity.tokens, capacity.logits)
     with recording as table, executor.keep_rows(torch.from_numpy(static.row_slots)) as kept, ViewsOnly():
         hidden = decoder.hidden(batch, store)  # held by the results, so that nothing takes its place
+        observed = take_observed(decoder, hidden)
         logits = decoder.logits(hidden, batch)
         found = _record_largest(largest, logits) if largest else None
     slots = {(t.data_ptr(), t.numel()) for t in store.slot_tensors}
-    return Recording(table, slots <= kept), StepResults(hidden.numpy(), logits.numpy(), found)
+    return Recording(table, slots <= kept), StepResults(
+        *(hidden.numpy(), logits.numpy(), found, observed.numpy() if observed is not hidden else None)
+    )
 
 
 def _record_largest(largest: Largest, logits: Tensor) -> Found | None:

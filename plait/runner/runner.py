@@ -11,6 +11,7 @@ from torch import Tensor
 from plait.errors import CannotRecord, EngineError, KernelFailed
 from plait.memory import block_groups, has_slots
 from plait.model.decoder import Decoder
+from plait.model.eagle import take_observed
 from plait.ops.registry import Binding
 from plait.runner.batches.inputs import build_batch
 from plait.runner.device_graphs import DeviceReplay
@@ -93,7 +94,7 @@ class ModelRunner:
         if plan.num_steps > 1:
             raise EngineError(f"{plan.num_steps} steps at once, and the first does not fit a recording")
         hidden, logits = self._compute(plan)
-        self.observe(plan, hidden)
+        self.observe(plan, take_observed(self.decoder, hidden))
         return Done(add_pooled(plan, copy_pooled(plan, hidden), self.sampler.sample(logits, sampling)))
 
     @property
@@ -129,8 +130,7 @@ class ModelRunner:
     def logits(self, token_ids: Sequence[int], chunk_size: int) -> Tensor:
         """Logits after every token of one prompt, [tokens, vocab] float32 on the CPU.
 
-        Runs in memory of its own, so it does not disturb the engine. A model that is not causal sees the
-        whole prompt at once, others chunks of `chunk_size` tokens.
+        Runs in memory of its own. A model that is not causal sees all of it, others `chunk_size` tokens.
         """
         if self.lead:
             return self.lead.score(partial(self._logits, token_ids, chunk_size), token_ids, chunk_size)

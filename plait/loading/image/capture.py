@@ -43,8 +43,8 @@ from plait.state.host_store import HostStore
 
 LINE = 64  # bytes of a cache line
 # No size, stride or float is larger. Addresses may be smaller: the heap of a Python that is not
-# position-independent, as Debian's is, begins below, and the bits of a float may be those of an address there.
-# So launches and tables say which words are addresses, and smaller words that they do not name are numbers.
+# position-independent, as Debian's is, begins below, and a float may have the bits of an address there.
+# So launches and tables say which words are addresses; other words below this are numbers.
 LEAST_ADDRESS = 1 << 32
 
 

@@ -26,12 +26,19 @@ class StepResults(Struct, frozen=True):
     """Where a step leaves what it computes: memory that the next step overwrites.
 
     hidden: [most tokens, hidden]; logits: [most rows, vocab]; largest: ids and values of the largest logit of
-    each row, None if the step does not find them.
+    each row, None if the step does not find them. observed: [most tokens, its own size], what a head for
+    drafts reads; None: it reads `hidden`.
     """
 
     hidden: Floats
     logits: Floats
     largest: Found | None
+    observed: Floats | None = None
+
+    @property
+    def for_head(self) -> Floats:
+        """What a head for drafts reads of each row."""
+        return self.hidden if self.observed is None else self.observed
 
 
 class Described(Protocol):
@@ -142,7 +149,7 @@ class ProgramReplay:
             return Done(found)
         logits, results = self.program(plan), self.program.results
         if self._observe:
-            self._observe(plan, results.hidden)
+            self._observe(plan, results.for_head)
         answers = self._sampler.sample(logits, sampling, results.largest)
         return Done(add_pooled(plan, results.hidden, answers))
 

@@ -138,7 +138,7 @@ class NativeTurns:
         if is_drawn:
             model, own = self._draws = self._draws or self._make_draws()
             found, proposed, drawing, proposing = model.ids, own.ids, [model.table], [own.table]
-        s, h, hidden, glue = program.static, head.static, program.results.hidden, self._maker.glue
+        s, h, hidden, glue = program.static, head.static, program.results.for_head, self._maker.glue
         moving, head_moving = turn.describe(s), turn.describe(h)
         numbers = self._row_numbers, self._head_number
         accept = glue(

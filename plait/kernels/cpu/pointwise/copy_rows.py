@@ -1,4 +1,4 @@
-"""Copies of rows: chosen by index, or joined side by side. Nothing is computed."""
+"""Copies of rows: chosen by index, joined side by side, or with other columns. Nothing is computed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,20 @@ from torch import Tensor
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.codegen.kernel import inline, kernel
 from plait.kernels.cpu.codegen.kinds import Int
-from plait.kernels.cpu.codegen.vec import get_i64, load_f32, load_some, store_f32, store_some, words
+from plait.kernels.cpu.codegen.vec import (
+    get_f32,
+    get_i64,
+    load_f32,
+    load_some,
+    put_f32,
+    store_f32,
+    store_some,
+    words,
+)
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of
 from plait.kernels.cpu.runtime.row_checks import TensorRows, dense, float32_rows
-from plait.ops.rows import join, put_rows, take_rows
+from plait.ops.rows import join, pick_columns, put_rows, take_rows
 
 
 @inline
@@ -48,6 +57,21 @@ def concat_rows(frame: int, args: int, thread: int, threads: int) -> None:
         copy_row(b + row * b_row + head * b_head, to + 4 * n, m)
 
 
+@kernel
+def pick_numbers(frame: int, args: int, thread: int, threads: int) -> None:
+    """x, its row stride, columns (int64, below 0: -inf), how many, out (dense). Threads share the columns."""
+    x, row_bytes, columns, m, out = words(args, 2, 7)
+    first, last = m * thread // threads, m * (thread + 1) // threads
+    for i in range(rows_of(frame, args)):
+        for c in range(first, last):
+            column = get_i64(columns + 8 * c)
+            to = out + 4 * (m * i + c)
+            if column >= 0:
+                put_f32(to, get_f32(x + i * row_bytes + 4 * column))
+            else:
+                put_f32(to, np.float32(-np.inf))
+
+
 @take_rows.variant("native", on="cpu", when=float32_rows, native=True)
 def _take_rows(cpu: Executor, x: Tensor, index: Tensor) -> Tensor:
     rows = TensorRows.of(x)
@@ -76,4 +100,13 @@ def _join(cpu: Executor, a: Tensor, b: Tensor) -> Tensor:
     out = cpu.empty(*a.shape[:-1], left.width + right.width)
     parts = (a, *left.strides, left.width, b, *right.strides, right.width)
     cpu.launch(concat_rows, *parts, left.heads, out, rows=left.count)
+    return out
+
+
+@pick_columns.variant("native", on="cpu", when=float32_rows, native=True)
+def _pick_columns(cpu: Executor, x: Tensor, columns: Tensor) -> Tensor:
+    rows, count = TensorRows.of(x), columns.shape[0]
+    dense("columns", columns, columns.numel(), dtype=torch.int64)
+    out = cpu.empty(x.shape[0], count)
+    cpu.launch(pick_numbers, x, rows.strides[0], columns, count, out, rows=x.shape[0])
     return out

@@ -1,0 +1,135 @@
+"""EAGLE-3: heads for drafts that come in files of their own, one for each model.
+
+Layouts of SafeAILab's first heads, of SpecForge and NVIDIA's ModelOpt (`midlayer`), and of vLLM's Speculators
+(`layers.0`, and a config in two parts). A tensor shows that a checkpoint is one: many configs say "Llama".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from plait.checkpoint.names import NameMap, Rules, Source
+from plait.errors import UnsupportedModel
+from plait.families.common.recipes import transformer
+from plait.families.common.resolved import Resolved
+from plait.families.common.spec_builders import norm
+from plait.families.config.checks import blame_config, check_spec
+from plait.families.config.normalize import SLIDING, Config, flatten, normalize
+from plait.families.detect.detect import Shapes
+from plait.families.llama import QWEN, dense
+from plait.families.resolve import FILE, SET, parse_override
+from plait.spec.eagle import EagleSpec
+from plait.spec.model import ModelSpec
+
+PREFIXES, FIRST = ("", "model."), ("midlayer", "layers.0")
+LAYER_CONFIG, EAGLE_CONFIG, TAPS = (
+    "transformer_layer_config",
+    "eagle_config",
+    "eagle_aux_hidden_state_layer_ids",
+)
+DEFAULTS = {"norm_eps": 1e-6, "hidden_act": "silu", "max_position_embeddings": 2048}
+BODIES = ("llama", "qwen2", "qwen3", "mistral")  # attention and a gated feed-forward in each layer
+
+
+def find_first_layer(shapes: Shapes) -> tuple[str, str] | None:
+    """(what stands before the names of an EAGLE-3 head, what its first layer is called); None: it is none."""
+    places = ((prefix, first) for prefix in PREFIXES for first in FIRST)
+    return next((one for one in places if f"{''.join(one)}.hidden_norm.weight" in shapes), None)
+
+
+def resolve_eagle(
+    config: Mapping[str, Any] | None, shapes: Shapes, *, overrides: Sequence[str] = ()
+) -> Resolved:
+    """What an EAGLE-3 head is. Its spec is an `EagleSpec`. Raises UnsupportedModel, ConfigError.
+
+    config: its config.json; shapes: every tensor, rows first; overrides: `key=value`, which win.
+    """
+    prefix, first = find_first_layer(shapes) or ("", FIRST[0])
+    given = dict(map(parse_override, overrides))
+    with blame_config():
+        flat = _flatten(config or {}) | given
+        _check_body(flat)
+        c = normalize(
+            flat, {**(QWEN if flat.get("model_type") == "qwen3" else {}), **DEFAULTS}, ("sliding_window",)
+        )
+        spec = _build(c, flat, shapes, prefix, first)
+        check_spec(spec)
+    why = {key: SET if key in given else FILE if key in flat else "from the other keys" for key in c}
+    return Resolved(spec, NameMap(_names(prefix, first), ignored=(r"(^|\.)t2d$",)), c, why, spec.family)
+
+
+def _flatten(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The layer's keys at the top, next to those of the head. A window is of layers that say so alone."""
+    flat = flatten(config)
+    if isinstance(inner := flat.pop(LAYER_CONFIG, None), Mapping):
+        kept = {key: value for key, value in flat.items() if key != "model_type"}
+        flat = {**flatten(inner), **kept}
+    if isinstance(own := flat.get(EAGLE_CONFIG), Mapping):
+        flat = {**{key: own[key] for key in ("norm_before_fc",) if key in own}, **flat}
+    flat.pop("architectures", None)
+    if SLIDING not in (flat.get("layer_types") or ()):
+        flat |= {"layer_types": None, "sliding_window": None}
+    return flat
+
+
+def _check_body(flat: Mapping[str, object]) -> None:
+    """Raises UnsupportedModel for layers that are not Llama's or Qwen3's."""
+    if (kind := flat.get("model_type", BODIES[0])) not in BODIES or flat.get("num_experts"):
+        raise UnsupportedModel(
+            f"its layers are of type {kind!r}; heads of EAGLE-3 are read with layers of {', '.join(BODIES)}"
+        )
+
+
+def _build(c: Config, flat: Mapping[str, Any], shapes: Shapes, prefix: str, first: str) -> EagleSpec:
+    has_norms = f"{prefix}{first}.self_attn.q_norm.weight" in shapes
+    body, _ = dense(c, "eagle3", qk_norm=norm(c) if has_norms else None)
+    num_drafted = c.get("draft_vocab_size") or c["vocab_size"]
+    norms = "all" if flat.get("norm_before_fc") else "each" if flat.get("fc_norm") else None
+    return EagleSpec(
+        **_fields(body),
+        num_drafted=num_drafted,
+        model_size=c.get("target_hidden_size") or c["hidden_size"],
+        taps=_taps(flat, shapes, prefix),
+        norms_states=norms,
+        keeps_normed=bool(flat.get("norm_before_residual")),
+        passes_normed=bool(flat.get("norm_output")),
+    )
+
+
+def _fields(spec: ModelSpec) -> dict[str, Any]:
+    """A spec's fields by name."""
+    whole = replace(spec, tied=False)
+    return {name: getattr(whole, name) for name in whole.__dataclass_fields__}
+
+
+def _taps(flat: Mapping[str, Any], shapes: Shapes, prefix: str) -> tuple[int, ...] | None:
+    """The layers before which states are read; None: the usual three; empty: behind the model's last norm.
+
+    At the top of a config they are counted so (vLLM). In `eagle_config` they are layers behind which states
+    are read (SGLang, ModelOpt).
+    """
+    own = flat.get(EAGLE_CONFIG) or {}
+    if not own.get("use_aux_hidden_state", True) or f"{prefix}fc.weight" not in shapes:
+        return ()
+    if before := flat.get(TAPS):
+        return tuple(map(int, before))
+    behind = own.get(TAPS)
+    return tuple(int(layer) + 1 for layer in behind) if behind else None
+
+
+def _names(prefix: str, first: str) -> Rules:
+    """Ours to those of the file."""
+    usual = transformer(prefix)
+    names: dict[str, Source] = {
+        "embed": f"{prefix}embed_tokens",
+        "d2t": "d2t",
+        "hidden_norm": f"{prefix}{first}.hidden_norm",
+        **{part: f"{prefix}{part}" for part in ("fc", "input_norm")},
+        "fc_norm.{i}": f"{prefix}fc_norm.{{i}}",
+    }
+    for ours, theirs in usual.items():
+        if ours.startswith("layers.{i}.") and isinstance(theirs, str):
+            names[ours.replace("{i}", "0")] = theirs.replace("layers.{i}", first)
+    return {**names, **usual}

@@ -1,0 +1,46 @@
+"""A head that drafts: a small model which goes on from what a large one made of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+
+from plait.checkpoint.weights import Weights
+from plait.memory import State, has_slots
+from plait.model.layers.layers import Batch
+from plait.ops.rows import put_rows
+from plait.state.store import StateStore
+
+
+class DraftHead:
+    """Position i is computed from h[i], which the model made of it, and from token i + 1.
+
+    `width`: the numbers of a row of h. `states`: the head's own, by mixer name.
+    """
+
+    width: int
+
+    def __init__(self, weights: Weights, states: Iterable[Mapping[str, State]]) -> None:
+        self._put_rows = weights.bind(put_rows)
+        self.states: dict[str, State] = {name: one for each in states for name, one in each.items()}
+        assert not has_slots(self.states), "a head with recurrent state"
+
+    def hidden(self, batch: Batch, store: StateStore, before: Tensor) -> Tensor:
+        """before: [T, width], h of every row; `batch.token_ids` are the tokens behind them.
+
+        What the head makes of every row: [T, width]. Of its last row it can go on.
+        """
+        raise NotImplementedError
+
+    def logits(self, last: Tensor) -> Tensor:
+        """last: [L, width], rows of what `hidden` gave -> [L, vocab] float32."""
+        raise NotImplementedError
+
+    def keep_last(self, h: Tensor, batch: Batch, before: Tensor) -> Tensor:
+        """h: [T, width] -> its requested rows [L, width], which are the first of `before` from now on.
+
+        So the next pass, of one row for each of these, reads what this one made.
+        """
+        kept: Tensor = self._put_rows(h, batch.logit_rows, before)
+        return kept

@@ -1,0 +1,217 @@
+"""EAGLE-3: a head that drafts from what a model makes of a token in some of its layers.
+
+Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test".
+Of each token the states of three layers become one, g = fc([low; middle; high]), in the model's own step. A
+layer reads [norm(e); norm(g)] and adds to g; e is the embedding of the next token. What comes out is read by
+an output head of fewer tokens, and takes the place of g for the next draft token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from plait.checkpoint.weights import Weights
+from plait.errors import ConfigError, ShapeMismatch
+from plait.model.decoder import Branch, Decoder
+from plait.model.draft_head import DraftHead
+from plait.model.layers.layers import Batch, Embedding, LmHead, Norm
+from plait.model.mixers.attention import Attention
+from plait.ops.activation import combine
+from plait.ops.linear import Linear
+from plait.ops.rows import join, pick_columns
+from plait.spec.eagle import EagleSpec
+from plait.spec.model import AttentionSpec, ModelSpec
+from plait.state.store import StateStore
+
+
+class StateReader:
+    """Makes one vector of a token's states at some layers. `layers`: those before which they are read.
+
+    It is part of a model's step, and all in the head's own tensors. Raises CheckpointError, ConfigError.
+    """
+
+    def __init__(self, s: EagleSpec, w: Weights, model: ModelSpec) -> None:
+        check_model(s, model)
+        self.layers, size = s.list_taps(len(model.layers)), s.model_size
+        self.fc = w.linear("fc", in_size=len(self.layers) * size, out_sizes=(s.hidden_size,))
+        count = len(self.layers)
+        norms = {
+            "all": [("input_norm", count * size)],
+            "each": [(f"fc_norm.{i}", size) for i in range(count)],
+        }
+        own = norms.get(s.norms_states or "", [])
+        self._norms = [Norm(s.norm, w.scope(name), width) for name, width in own]
+        self._norms_all = s.norms_states == "all"
+        self.join, self.combine = w.bind(join), w.bind(combine)
+
+    def __call__(self, states: Mapping[int, Tensor]) -> Tensor:
+        """states: [T, model's hidden] before each of `layers` -> [T, head's hidden]."""
+        parts = [states[layer] for layer in self.layers]
+        if self._norms and not self._norms_all:
+            parts = [norm(part) for norm, part in zip(self._norms, parts, strict=True)]
+        x = reduce(self.join, parts)
+        return self.fc(self._norms[0](x) if self._norms_all else x)
+
+
+class ObservedDecoder(Decoder):
+    """A model that a head reads the inner layers of. `reader` is set once its own weights are there."""
+
+    reader: StateReader | None = None
+    _made: Tensor | None = None
+
+    def hidden(self, batch: Batch, store: StateStore) -> Tensor:
+        """See `Decoder`. What the head reads is made, too."""
+        self._states: dict[int, Tensor] = {}
+        h = super().hidden(batch, store)
+        self._made, self._states = self.reader(self._states) if self.reader else None, {}
+        return h
+
+    def take_made(self) -> Tensor | None:
+        """What the last call of `hidden` made for the head, once."""
+        made, self._made = self._made, None
+        return made
+
+    def run_branches(
+        self, x: Tensor, embeddings: Tensor, batch: Batch, store: StateStore
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `Decoder`."""
+        if self.reader is None:
+            return super().run_branches(x, embeddings, batch, store)
+        branches, delta = iter(self.branches), None
+        for number, layer in enumerate((*self.spec.layers, ())):
+            if number in self.reader.layers:
+                x, delta = x if delta is None else self.reader.combine(x, delta, 1.0), None
+                self._states[number] = x
+            for _, branch in zip(layer, branches, strict=False):  # `layer` ends first
+                x, h = branch.enter_beside(x, delta, embeddings, batch, store)
+                x, delta = branch.leave(x, branch(h, batch, store))
+        return x, delta
+
+
+def take_observed(decoder: Decoder, h: Tensor) -> Tensor:
+    """What a head reads of each row, once, of what `decoder.hidden` gave last: [T, `observed_size`]."""
+    made = decoder.take_made() if isinstance(decoder, ObservedDecoder) else None
+    return h if made is None else made
+
+
+def observed_size(decoder: Decoder) -> int:
+    """The numbers of a row that `take_observed` gives."""
+    reader = decoder.reader if isinstance(decoder, ObservedDecoder) else None
+    return reader.fc.n_out if reader else decoder.spec.hidden_size
+
+
+def check_model(s: EagleSpec, model: ModelSpec) -> None:
+    """Raises ConfigError if a head is not made for a model of this shape."""
+    count, layers = len(model.layers), s.list_taps(len(model.layers))
+    if model.hidden_size != s.model_size:
+        raise ConfigError(
+            f"speculate: the head reads states of {s.model_size} numbers, and this model's have "
+            f"{model.hidden_size}: it was trained for another model"
+        )
+    if model.vocab_size != s.vocab_size:
+        raise ConfigError(
+            f"speculate: the head drafts for a vocabulary of {s.vocab_size} tokens, and this model has "
+            f"{model.vocab_size}: it was trained for another model"
+        )
+    if outside := [layer for layer in layers if not 0 <= layer <= count]:
+        raise ConfigError(f"speculate: the head reads states before layer {outside[0]}, of {count} layers")
+    if model.streams or model.front:
+        what = "several residual streams" if model.streams else "learned tokens before each text"
+        raise ConfigError(f"speculate: heads of EAGLE-3 are not read by models with {what}; try ngram")
+
+
+class WideAttention(Attention):
+    """Attention over two vectors of a token, one behind the other."""
+
+    def _bind_qkv(self, w: Weights, parts: dict[str, int]) -> Linear:
+        return w.linear(*parts, in_size=2 * w.target.hidden_size, out_sizes=tuple(parts.values()))
+
+
+class EagleHead(DraftHead):
+    """A head over what its model's `StateReader` made. `weights`: its own tensors. Raises CheckpointError.
+
+    `trunk` lends its embedding, and its output head, where the file has none. They are read again from
+    `model_weights` where `trunk` is None, as of a model on several ranks.
+    """
+
+    def __init__(
+        self, s: EagleSpec, weights: Weights, trunk: Decoder | None, model: ModelSpec, model_weights: Weights
+    ) -> None:
+        self.spec, self.width = s, s.hidden_size
+        self.embed = self._find_embedding(weights, trunk, model, model_weights)
+        self.head = self._find_output(weights, trunk, model, model_weights)
+        first = s.layers[0][0]
+        assert isinstance(first.mixer, AttentionSpec)
+        scope = weights.scope("layers.0.attn")
+        self.embed_norm = Norm(s.norm, scope.scope("norm"), s.hidden_size)
+        self.hidden_norm = Norm(s.norm, weights.scope("hidden_norm"), s.hidden_size)
+        self.first = WideAttention(first.mixer, scope)
+        named = [*s.branches()][1:]
+        self.branches = [Branch(b, weights.scope(name), s.hidden_size) for name, b in named]
+        self.norm = Norm(s.norm, weights.scope("norm"), s.hidden_size)
+        self.columns = self._read_columns(weights)
+        self._join, self._combine, self._pick = (weights.bind(op) for op in (join, combine, pick_columns))
+        super().__init__(weights, (self.first.states, *(branch.states for branch in self.branches)))
+
+    def _find_embedding(
+        self, own: Weights, trunk: Decoder | None, model: ModelSpec, model_weights: Weights
+    ) -> Embedding:
+        if "embed.weight" in own:
+            return Embedding(self.spec, own.scope("embed"))
+        if model.hidden_size != self.spec.hidden_size:
+            raise ShapeMismatch(
+                f"the head has no embedding, and its model's have {model.hidden_size} numbers, not "
+                f"{self.spec.hidden_size}"
+            )
+        return trunk.embed if trunk else Embedding(model, model_weights.scope("embed"))
+
+    def _find_output(
+        self, own: Weights, trunk: Decoder | None, model: ModelSpec, model_weights: Weights
+    ) -> LmHead:
+        if "head.weight" in own:
+            return LmHead(replace(self.spec, vocab_size=self.spec.num_drafted), own)
+        if (model.hidden_size, model.vocab_size) != (self.spec.hidden_size, self.spec.num_drafted):
+            raise ShapeMismatch("the head has no lm_head, and its model's is of another shape")
+        return trunk.head if trunk else LmHead(model, model_weights)
+
+    def _read_columns(self, own: Weights) -> Tensor | None:
+        """For each token of the model its column among the head's logits, or -1; None: they have them all.
+
+        `d2t` has how far behind its column each token is. Raises ShapeMismatch for tokens that there are not.
+        """
+        count, size = self.spec.num_drafted, self.spec.vocab_size
+        if "d2t" not in own:
+            if count != size:
+                raise ShapeMismatch(
+                    f"the head has logits of {count} tokens and no d2t, which says what they are"
+                )
+            return None
+        tokens = own.tensor("d2t", (count,), torch.int64).cpu() + torch.arange(count)
+        if bool(((tokens < 0) | (tokens >= size)).any()) or len(tokens.unique()) < count:
+            raise ShapeMismatch(f"d2t does not name {count} different tokens of {size}")
+        columns = torch.full((size,), -1)
+        columns[tokens] = torch.arange(count)
+        return columns.to(own.target.device)
+
+    def hidden(self, batch: Batch, store: StateStore, before: Tensor) -> Tensor:
+        """See `DraftHead`. The state to go on from is not normed, but where the head was trained so."""
+        batch = replace(batch, step={})
+        h = self.hidden_norm(before)
+        e = self.embed_norm(self.embed(batch.token_ids, batch.positions))
+        x = h if self.spec.keeps_normed else before
+        delta: Tensor | None = self.first(self._join(e, h), batch, store)
+        for branch in self.branches:
+            x, h = branch.enter(x, delta)
+            x, delta = branch.leave(x, branch(h, batch, store))
+        x = x if delta is None else self._combine(x, delta, 1.0)
+        return self.norm(x) if self.spec.passes_normed else x
+
+    def logits(self, last: Tensor) -> Tensor:
+        """last: [L, hidden] -> [L, vocab] float32, -inf of tokens that the head does not know."""
+        logits = self.head(last if self.spec.passes_normed else self.norm(last))
+        return logits if self.columns is None else self._pick(logits, self.columns)

@@ -1,0 +1,171 @@
+"""Heads of EAGLE-3 in every published layout, against the reference: states, drafts, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from plait.checkpoint.weights import Target, Weights
+from plait.errors import ConfigError, ShapeMismatch, UnsupportedModel
+from plait.families.eagle import find_first_layer, resolve_eagle
+from plait.families.resolve import resolve
+from plait.memory import block_groups
+from plait.model.eagle import EagleHead, ObservedDecoder, StateReader, observed_size, take_observed
+from plait.runner.batches.inputs import build_batch
+from plait.schedule.plan import Chunk, StepPlan
+from plait.spec.eagle import EagleSpec
+from plait.state.store import StateStore
+from tests.families import tiny
+from tests.families.eagle_oracle import LAYOUTS, VOCAB, EagleOracle
+from tests.families.parity import CPU, LONGEST, Memory, worst
+
+TOLERANCE = 1e-4
+Made = tuple[EagleOracle, ObservedDecoder, EagleHead]
+
+
+def describe(oracle: EagleOracle, **changes: object) -> tuple[EagleSpec, Weights]:
+    """The head's spec, and its tensors."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in oracle.tensors.items()}
+    assert find_first_layer(shapes) == (oracle.layout.prefix, oracle.layout.first)
+    found = resolve_eagle({**oracle.config, **changes}, shapes)
+    assert isinstance(found.spec, EagleSpec)
+    target = Target(CPU, torch.float32, LONGEST, found.spec.hidden_size)
+    return found.spec, Weights(Memory(oracle.tensors), found.names, target)
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    oracle = EagleOracle(request.param, tmp_path_factory.mktemp(request.param))
+    spec, weights = describe(oracle)
+    config, tensors, _ = tiny.read(oracle.trunk_folder)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    model = resolve(config, shapes, read=tensors.__getitem__)
+    target = Target(CPU, torch.float32, LONGEST, model.spec.hidden_size)
+    lent = Weights(Memory(tensors), model.names, target)
+    trunk = ObservedDecoder(model.spec, lent)
+    lent.check_all_used()
+    if oracle.layout.taps:
+        trunk.reader = StateReader(spec, weights, model.spec)
+    head = EagleHead(spec, weights, trunk, model.spec, lent)
+    weights.check_all_used()
+    return oracle, trunk, head
+
+
+class Session:
+    """One sequence of a model or a head, in memory of its own."""
+
+    def __init__(self, run: ObservedDecoder | EagleHead) -> None:
+        self.run, self.groups = run, block_groups(run.states)
+        self.last = torch.empty(0)
+        self.store = StateStore(run.states, {g.name: 9 for g in self.groups}, 0, 4, CPU, torch.float32)
+        for tensor in self.store.tensors:
+            tensor.fill_(float("nan"))
+
+    @torch.inference_mode()
+    def observe(self, start: int, ids: Tensor) -> Tensor:
+        """What a model shows of each row."""
+        assert isinstance(self.run, ObservedDecoder)
+        batch = self._batch(start, ids)
+        hidden = self.run.hidden(batch, self.store)
+        self.last = self.run.logits(hidden, batch)
+        return take_observed(self.run, hidden)
+
+    @torch.inference_mode()
+    def draft(self, start: int, ids: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        """(what a head makes of every row, logits of every row)."""
+        assert isinstance(self.run, EagleHead)
+        batch, before = self._batch(start, ids), before.clone()
+        hidden = self.run.hidden(batch, self.store, before)
+        return hidden, self.run.logits(self.run.keep_last(hidden, batch, before))
+
+    def _batch(self, start: int, ids: Tensor) -> object:
+        table = tuple(range(8, 0, -1))
+        chunk = Chunk(0, start, tuple(ids.tolist()), (table,) * len(self.groups), 0, len(ids))
+        return build_batch(StepPlan(0, (chunk,)), self.groups, 4, CPU)
+
+
+def some_ids(count: int, seed: int) -> Tensor:
+    return torch.randint(0, VOCAB, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def test_model_shows_what_the_head_reads(made: Made) -> None:
+    oracle, trunk, _ = made
+    ids, session = some_ids(13, 2), Session(trunk)
+    wanted = oracle.observe(ids)
+    assert wanted.shape[1] == observed_size(trunk)
+    for start, end in ((0, 6), (6, 7), (7, 13)):
+        assert worst(session.observe(start, ids[start:end]), wanted[start:end]) <= TOLERANCE
+        assert worst(session.last, oracle.logits(ids)[start:end]) <= TOLERANCE
+
+
+def test_head_drafts_as_the_reference_does(made: Made) -> None:
+    """Chunks, then drafts one by one, each from what the head made itself."""
+    oracle, _, head = made
+    ids = some_ids(14, 3)
+    g, known, session = oracle.observe(ids)[:-1], ids[1:], Session(head)
+    for start, end in ((0, 6), (6, 7), (7, 13)):
+        states, logits = session.draft(start, known[start:end], g[start:end])
+    for at in range(13, 17):
+        wanted, expected = oracle.outputs(known, g)
+        assert worst(states[-1], wanted[-1]) <= TOLERANCE
+        there = expected[-1].isfinite()
+        assert torch.equal(logits[-1].isfinite(), there)
+        assert worst(logits[-1][there], expected[-1][there]) <= TOLERANCE
+        token = expected[-1:].argmax(-1)
+        known, g = torch.cat([known, token]), torch.cat([g, wanted[-1:]])
+        states, logits = session.draft(at, token, states[-1:])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt_oss"}, "its layers are of type 'gpt_oss'"),
+        ({"num_attention_heads": 3}, "cannot share 2 key-value heads"),
+        ({"draft_vocab_size": "many"}, "num_drafted is 'many', not a number"),
+        ({"eagle_aux_hidden_state_layer_ids": 5}, "config.json has values that cannot be"),
+    ],
+)
+def test_heads_that_cannot_be_are_refused(changes: dict[str, object], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        spec, _ = describe(EagleOracle("first", tmp_path), **changes)
+
+
+def build_head(oracle: EagleOracle, **changes: object) -> EagleHead:
+    spec, weights = describe(oracle, **changes)
+    config, tensors, _ = tiny.read(oracle.trunk_folder)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    model = resolve(config, shapes, read=tensors.__getitem__)
+    target = Target(CPU, torch.float32, LONGEST, model.spec.hidden_size)
+    lent = Weights(Memory(tensors), model.names, target)
+    if spec.list_taps(7):
+        StateReader(spec, weights, model.spec)
+    return EagleHead(spec, weights, None, model.spec, lent)
+
+
+def test_tokens_that_a_vocabulary_has_not_are_refused(tmp_path: Path) -> None:
+    oracle = EagleOracle("first", tmp_path)
+    kept = oracle.tensors["d2t"].clone()
+    for wrong in (kept + VOCAB, kept - VOCAB, torch.zeros_like(kept).index_fill_(0, torch.tensor([1]), -1)):
+        oracle.tensors["d2t"] = wrong
+        with pytest.raises(ShapeMismatch, match=f"d2t does not name 41 different tokens of {VOCAB}"):
+            build_head(oracle)
+    del oracle.tensors["d2t"]
+    with pytest.raises(ShapeMismatch, match="logits of 41 tokens and no d2t"):
+        build_head(oracle)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target_hidden_size": 48}, "reads states of 48 numbers, and this model's have 32"),
+        ({"vocab_size": 96}, "for a vocabulary of 96 tokens, and this model has 97"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 8]}, "reads states before layer 8, of 7 layers"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, -2, 3]}, "reads states before layer -2, of 7 layers"),
+    ],
+)
+def test_head_of_another_model_is_refused(changes: dict[str, object], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_head(EagleOracle("first", tmp_path), **changes)
