@@ -40,7 +40,6 @@ TERMS = """
 KEPT_METHODS = {
     "Connection._unsupported_upgrade_warning": "uvicorn calls it",
     "Decoder.hidden": "hidden states, a noun of the field",
-    "MtpHead.hidden": "hidden states",
     "PlaneLayout.padded": "sources of GPU kernels call it: all that were compiled would be stale",
     "SharedWeights.shared": "as Weights",
     "SharedWeights.stored": "as Weights",

@@ -7,8 +7,6 @@ Layouts of SafeAILab's first heads, of SpecForge and NVIDIA's ModelOpt (`midlaye
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
 
 from plait.checkpoint.names import NameMap, Rules, Source
 from plait.errors import UnsupportedModel
@@ -21,7 +19,6 @@ from plait.families.detect.detect import Shapes
 from plait.families.llama import QWEN, dense
 from plait.families.resolve import FILE, SET, parse_override
 from plait.spec.eagle import EagleSpec
-from plait.spec.model import ModelSpec
 
 PREFIXES, FIRST = ("", "model."), ("midlayer", "layers.0")
 LAYER_CONFIG, EAGLE_CONFIG, TAPS = (
@@ -34,13 +31,13 @@ BODIES = ("llama", "qwen2", "qwen3", "mistral")  # attention and a gated feed-fo
 
 
 def find_first_layer(shapes: Shapes) -> tuple[str, str] | None:
-    """(what stands before the names of an EAGLE-3 head, what its first layer is called); None: it is none."""
+    """(the prefix of names of an EAGLE-3 head, the name of its first layer); None: it is none."""
     places = ((prefix, first) for prefix in PREFIXES for first in FIRST)
     return next((one for one in places if f"{''.join(one)}.hidden_norm.weight" in shapes), None)
 
 
 def resolve_eagle(
-    config: Mapping[str, Any] | None, shapes: Shapes, *, overrides: Sequence[str] = ()
+    config: Mapping[str, object] | None, shapes: Shapes, *, overrides: Sequence[str] = ()
 ) -> Resolved:
     """What an EAGLE-3 head is. Its spec is an `EagleSpec`. Raises UnsupportedModel, ConfigError.
 
@@ -49,7 +46,7 @@ def resolve_eagle(
     prefix, first = find_first_layer(shapes) or ("", FIRST[0])
     given = dict(map(parse_override, overrides))
     with blame_config():
-        flat = _flatten(config or {}) | given
+        flat = Config(_flatten(config or {}) | given)
         _check_body(flat)
         c = normalize(
             flat, {**(QWEN if flat.get("model_type") == "qwen3" else {}), **DEFAULTS}, ("sliding_window",)
@@ -60,7 +57,7 @@ def resolve_eagle(
     return Resolved(spec, NameMap(_names(prefix, first), ignored=(r"(^|\.)t2d$",)), c, why, spec.family)
 
 
-def _flatten(config: Mapping[str, Any]) -> dict[str, Any]:
+def _flatten(config: Mapping[str, object]) -> Config:
     """The layer's keys at the top, next to those of the head. A window is of layers that say so alone."""
     flat = flatten(config)
     if isinstance(inner := flat.pop(LAYER_CONFIG, None), Mapping):
@@ -71,10 +68,10 @@ def _flatten(config: Mapping[str, Any]) -> dict[str, Any]:
     flat.pop("architectures", None)
     if SLIDING not in (flat.get("layer_types") or ()):
         flat |= {"layer_types": None, "sliding_window": None}
-    return flat
+    return Config(flat)
 
 
-def _check_body(flat: Mapping[str, object]) -> None:
+def _check_body(flat: Config) -> None:
     """Raises UnsupportedModel for layers that are not Llama's or Qwen3's."""
     if (kind := flat.get("model_type", BODIES[0])) not in BODIES or flat.get("num_experts"):
         raise UnsupportedModel(
@@ -82,13 +79,18 @@ def _check_body(flat: Mapping[str, object]) -> None:
         )
 
 
-def _build(c: Config, flat: Mapping[str, Any], shapes: Shapes, prefix: str, first: str) -> EagleSpec:
+def _build(c: Config, flat: Config, shapes: Shapes, prefix: str, first: str) -> EagleSpec:
     has_norms = f"{prefix}{first}.self_attn.q_norm.weight" in shapes
     body, _ = dense(c, "eagle3", qk_norm=norm(c) if has_norms else None)
     num_drafted = c.get("draft_vocab_size") or c["vocab_size"]
     norms = "all" if flat.get("norm_before_fc") else "each" if flat.get("fc_norm") else None
     return EagleSpec(
-        **_fields(body),
+        family="eagle3",
+        hidden_size=body.hidden_size,
+        vocab_size=body.vocab_size,
+        layers=body.layers,
+        norm=body.norm,
+        max_len=body.max_len,
         num_drafted=num_drafted,
         model_size=c.get("target_hidden_size") or c["hidden_size"],
         taps=_taps(flat, shapes, prefix),
@@ -98,13 +100,7 @@ def _build(c: Config, flat: Mapping[str, Any], shapes: Shapes, prefix: str, firs
     )
 
 
-def _fields(spec: ModelSpec) -> dict[str, Any]:
-    """A spec's fields by name."""
-    whole = replace(spec, tied=False)
-    return {name: getattr(whole, name) for name in whole.__dataclass_fields__}
-
-
-def _taps(flat: Mapping[str, Any], shapes: Shapes, prefix: str) -> tuple[int, ...] | None:
+def _taps(flat: Config, shapes: Shapes, prefix: str) -> tuple[int, ...] | None:
     """The layers before which states are read; None: the usual three; empty: behind the model's last norm.
 
     At the top of a config they are counted so (vLLM). In `eagle_config` they are layers behind which states

@@ -39,7 +39,7 @@ def check_head(draft: Opened, spec: EagleSpec, opened: Opened) -> None:
 
 
 def decoder_kind(draft: Opened | None) -> type[Decoder]:
-    """The class of a model whose inner layers a head reads, or of any other."""
+    """The class of a model: of one with inner layers that a head reads, or of any other."""
     spec = find_spec(draft)
     return ObservedDecoder if spec is not None and spec.list_taps(0) else Decoder
 

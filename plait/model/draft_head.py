@@ -26,7 +26,7 @@ class DraftHead:
         self.states: dict[str, State] = {name: one for each in states for name, one in each.items()}
         assert not has_slots(self.states), "a head with recurrent state"
 
-    def hidden(self, batch: Batch, store: StateStore, before: Tensor) -> Tensor:
+    def compute(self, batch: Batch, store: StateStore, before: Tensor) -> Tensor:
         """before: [T, width], h of every row; `batch.token_ids` are the tokens behind them.
 
         What the head makes of every row: [T, width]. Of its last row it can go on.
@@ -34,7 +34,7 @@ class DraftHead:
         raise NotImplementedError
 
     def logits(self, last: Tensor) -> Tensor:
-        """last: [L, width], rows of what `hidden` gave -> [L, vocab] float32."""
+        """last: [L, width], rows of what `compute` gave -> [L, vocab] float32."""
         raise NotImplementedError
 
     def keep_last(self, h: Tensor, batch: Batch, before: Tensor) -> Tensor:

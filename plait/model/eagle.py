@@ -62,19 +62,15 @@ class ObservedDecoder(Decoder):
     """A model that a head reads the inner layers of. `reader` is set once its own weights are there."""
 
     reader: StateReader | None = None
-    _made: Tensor | None = None
 
-    def hidden(self, batch: Batch, store: StateStore) -> Tensor:
-        """See `Decoder`. What the head reads is made, too."""
+    def __init__(self, s: ModelSpec, weights: Weights) -> None:
+        super().__init__(s, weights)
         self._states: dict[int, Tensor] = {}
-        h = super().hidden(batch, store)
-        self._made, self._states = self.reader(self._states) if self.reader else None, {}
-        return h
 
-    def take_made(self) -> Tensor | None:
-        """What the last call of `hidden` made for the head, once."""
-        made, self._made = self._made, None
-        return made
+    def take_states(self) -> dict[int, Tensor]:
+        """Of the last pass, once: [T, hidden] before each layer that the head reads."""
+        states, self._states = self._states, {}
+        return states
 
     def run_branches(
         self, x: Tensor, embeddings: Tensor, batch: Batch, store: StateStore
@@ -82,7 +78,7 @@ class ObservedDecoder(Decoder):
         """See `Decoder`."""
         if self.reader is None:
             return super().run_branches(x, embeddings, batch, store)
-        branches, delta = iter(self.branches), None
+        branches, delta, self._states = iter(self.branches), None, {}
         for number, layer in enumerate((*self.spec.layers, ())):
             if number in self.reader.layers:
                 x, delta = x if delta is None else self.reader.combine(x, delta, 1.0), None
@@ -94,13 +90,14 @@ class ObservedDecoder(Decoder):
 
 
 def take_observed(decoder: Decoder, h: Tensor) -> Tensor:
-    """What a head reads of each row, once, of what `decoder.hidden` gave last: [T, `observed_size`]."""
-    made = decoder.take_made() if isinstance(decoder, ObservedDecoder) else None
-    return h if made is None else made
+    """What a head reads of each row, once, of what `decoder.hidden` gave last: [T, `row_size`]."""
+    if not isinstance(decoder, ObservedDecoder) or decoder.reader is None:
+        return h
+    return decoder.reader(decoder.take_states())
 
 
-def observed_size(decoder: Decoder) -> int:
-    """The numbers of a row that `take_observed` gives."""
+def row_size(decoder: Decoder) -> int:
+    """How many numbers of a row `take_observed` gives."""
     reader = decoder.reader if isinstance(decoder, ObservedDecoder) else None
     return reader.fc.n_out if reader else decoder.spec.hidden_size
 
@@ -191,14 +188,17 @@ class EagleHead(DraftHead):
                     f"the head has logits of {count} tokens and no d2t, which says what they are"
                 )
             return None
-        tokens = own.tensor("d2t", (count,), torch.int64).cpu() + torch.arange(count)
+        behind = own.tensor("d2t", (count,), torch.int64)
+        if behind.is_meta:
+            return torch.empty(size, dtype=torch.int64, device="meta")
+        tokens = behind.cpu() + torch.arange(count)
         if bool(((tokens < 0) | (tokens >= size)).any()) or len(tokens.unique()) < count:
             raise ShapeMismatch(f"d2t does not name {count} different tokens of {size}")
         columns = torch.full((size,), -1)
         columns[tokens] = torch.arange(count)
         return columns.to(own.target.device)
 
-    def hidden(self, batch: Batch, store: StateStore, before: Tensor) -> Tensor:
+    def compute(self, batch: Batch, store: StateStore, before: Tensor) -> Tensor:
         """See `DraftHead`. The state to go on from is not normed, but where the head was trained so."""
         batch = replace(batch, step={})
         h = self.hidden_norm(before)

@@ -44,7 +44,7 @@ class MtpHead(DraftHead):
         self._join, self.width = weights.bind(join), s.hidden_size
         super().__init__(weights, [branch.states for branch in self.branches])
 
-    def hidden(self, batch: Batch, store: StateStore, before: Tensor) -> Tensor:
+    def compute(self, batch: Batch, store: StateStore, before: Tensor) -> Tensor:
         """See `DraftHead`: what is given is behind the head's norm."""
         batch = replace(batch, step={})
         e = self.embed_norm(self.embed(batch.token_ids, batch.positions))

@@ -18,7 +18,7 @@ from torch import Tensor
 from plait.errors import CannotRecord, KernelFailed
 from plait.memory import BlockGroup
 from plait.model.decoder import Decoder
-from plait.model.eagle import observed_size, take_observed
+from plait.model.eagle import row_size, take_observed
 from plait.request import SamplingParams
 from plait.runner.batches.check_batch import CheckBatch, CheckSize
 from plait.runner.batches.inputs import list_columns
@@ -75,7 +75,7 @@ class CheckGraphs:
 
     def show(self, observe: Observe) -> None:
         """Show every step's hidden states from now on. Graphs that leave none are captured again."""
-        shape = (self._batch.tokens, observed_size(self._decoder))
+        shape = (self._batch.tokens, row_size(self._decoder))
         self._hidden = torch.zeros(shape, dtype=self._decoder.embed.dtype, device=self._backend.device)
         self._observe, self.graphs = observe, {}
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from plait.errors import CannotRecord, EngineError, KernelFailed
 from plait.memory import BlockGroup
 from plait.model.decoder import Decoder
-from plait.model.eagle import observed_size, take_observed
+from plait.model.eagle import row_size, take_observed
 from plait.ops.registry import OpFacts
 from plait.ops.step import locate_tokens, move_rows_on
 from plait.request import SamplingParams
@@ -128,7 +128,7 @@ class DeviceReplay:
 
     def show(self, observe: Observe) -> None:
         """Show every step's hidden states from now on. Graphs that leave none are captured again."""
-        shape, embed = (self.batch.rows, observed_size(self._decoder)), self._decoder.embed
+        shape, embed = (self.batch.rows, row_size(self._decoder)), self._decoder.embed
         self._hidden = torch.zeros(shape, dtype=embed.dtype, device=self._backend.device)
         self._observe, self._graphs = observe, {}
         if self.checks:

@@ -57,7 +57,7 @@ class EagerPasses:
         drafts: Drafts = [()] * len(rows)
         for i in range(length):
             batch = build_batch(plan, self._groups, self._store.block_size, self._device)
-            last = self._head.keep_last(self._head.hidden(batch, self._store, before), batch, before)
+            last = self._head.keep_last(self._head.compute(batch, self._store, before), batch, before)
             own = SamplingBatch(tuple(replace_position(row, i) for row in sampling))
             found = [answer.token_ids[0] for answer in self._sampler.sample(self._head.logits(last), own)]
             drafts = [
@@ -80,7 +80,7 @@ def record_passes(
     batch, largest = view_as_batch(static, groups), sampler.plain_largest
     before = torch.zeros(capacity.tokens, head.width)
     with threads.record(capacity.tokens, capacity.logits) as table, ViewsOnly():
-        hidden = head.hidden(batch, store, before)
+        hidden = head.compute(batch, store, before)
         logits = head.logits(head.keep_last(hidden, batch, before))
         found = largest(logits) if largest else None
     likeliest = (found[0].numpy(), found[1].numpy()) if found else None

@@ -1,7 +1,7 @@
 """Heads of EAGLE-3 as a reference: the paper's equations around layers of transformers, in float32.
 
 A head is a Llama or Qwen3 of its own, of which the first layer's projections read two vectors: a token's
-embedding, and a state. Norms stand where each published code has them.
+embedding, and a state. Norms are where each published code has them.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from plait.errors import ConfigError, ShapeMismatch, UnsupportedModel
 from plait.families.eagle import find_first_layer, resolve_eagle
 from plait.families.resolve import resolve
 from plait.memory import block_groups
-from plait.model.eagle import EagleHead, ObservedDecoder, StateReader, observed_size, take_observed
+from plait.model.eagle import EagleHead, ObservedDecoder, StateReader, row_size, take_observed
 from plait.runner.batches.inputs import build_batch
 from plait.schedule.plan import Chunk, StepPlan
 from plait.spec.eagle import EagleSpec
@@ -78,7 +78,7 @@ class Session:
         """(what a head makes of every row, logits of every row)."""
         assert isinstance(self.run, EagleHead)
         batch, before = self._batch(start, ids), before.clone()
-        hidden = self.run.hidden(batch, self.store, before)
+        hidden = self.run.compute(batch, self.store, before)
         return hidden, self.run.logits(self.run.keep_last(hidden, batch, before))
 
     def _batch(self, start: int, ids: Tensor) -> object:
@@ -95,7 +95,7 @@ def test_model_shows_what_the_head_reads(made: Made) -> None:
     oracle, trunk, _ = made
     ids, session = some_ids(13, 2), Session(trunk)
     wanted = oracle.observe(ids)
-    assert wanted.shape[1] == observed_size(trunk)
+    assert wanted.shape[1] == row_size(trunk)
     for start, end in ((0, 6), (6, 7), (7, 13)):
         assert worst(session.observe(start, ids[start:end]), wanted[start:end]) <= TOLERANCE
         assert worst(session.last, oracle.logits(ids)[start:end]) <= TOLERANCE
@@ -130,7 +130,7 @@ def test_head_drafts_as_the_reference_does(made: Made) -> None:
 )
 def test_heads_that_cannot_be_are_refused(changes: dict[str, object], message: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=message):
-        spec, _ = describe(EagleOracle("first", tmp_path), **changes)
+        describe(EagleOracle("first", tmp_path), **changes)
 
 
 def build_head(oracle: EagleOracle, **changes: object) -> EagleHead:

@@ -42,7 +42,7 @@ class HeadSession:
         chunk = Chunk(0, start, tuple(ids.tolist()), (table,) * len(self.groups), 0, len(ids))
         batch = build_batch(StepPlan(0, (chunk,)), self.groups, 4, CPU)
         before = before.clone()
-        hidden = self.head.hidden(batch, self.store, before)
+        hidden = self.head.compute(batch, self.store, before)
         return hidden, self.head.logits(self.head.keep_last(hidden, batch, before))
 
 

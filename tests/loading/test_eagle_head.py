@@ -1,0 +1,182 @@
+"""A head of EAGLE-3 that drafts for a model: the same text with and without, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from plait import LLM, SamplingParams
+from plait.config import EngineConfig
+from plait.errors import ConfigError, UnsupportedModel, UnusedTensor
+from plait.loading import build
+from plait.loading.build import Loaded, load
+from plait.loading.draft_model import open_draft
+from plait.loading.eagle_head import find_spec, list_head_ops, load_eagle
+from plait.loading.open_model import open_model
+from plait.model.eagle import ObservedDecoder
+from plait.ops.registry import REGISTRY
+from plait.runner.host.mtp_passes import HostPasses
+from plait.runner.host.program import ProgramReplay
+from plait.runner.host.turns import NativeTurns
+from plait.runner.mtp_passes import EagerPasses
+from plait.schedule.drafts.turns import DraftRequest
+from plait.schedule.plan import Chunk, SamplingRow, StepPlan
+from plait.state.store import StateStore
+from tests.families import tiny
+from tests.families.eagle_oracle import VOCAB, EagleOracle
+
+SIZES: dict[str, Any] = {
+    "device": "cpu", "threads": 1, "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 64,
+    "dtype": "float32",
+}  # fmt: skip
+GREEDY, DRAWN = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.95)
+NAMES = ["first", "speculators"]
+
+
+class Published:
+    """A model, and a head for it, as directories."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.oracle = EagleOracle(name, folder)
+        self.model, self.head = self.oracle.trunk_folder, self.oracle.write(folder / "head")
+
+    def load(self, **options: Any) -> Loaded:
+        return load(str(self.model), EngineConfig(speculate=str(self.head), **SIZES, **options))
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Published:
+    return Published(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Published:
+    return Published("first", tmp_path_factory.mktemp("first"))
+
+
+@pytest.fixture
+def loaded(published: Published) -> Iterator[Loaded]:
+    made = published.load()
+    yield made
+    made.front.close(drain=False)
+
+
+def test_text_is_the_same_with_a_head_as_without(published: Published) -> None:
+    """Greedy, drawn, several choices and a second turn that the prefix cache knows."""
+    prompts = [[3, 4, 5, 6, 7, 8], [9, 1, 2]]
+    params = [
+        SamplingParams(temperature=t, seed=5, max_tokens=40, n=n, ignore_eos=True)
+        for t, n in ((0.0, 1), (0.9, 2))
+    ]
+    found = []
+    for words in ({}, {"speculate": str(published.head), "num_draft_tokens": 3}):
+        with LLM(str(published.model), **SIZES, **words) as llm:
+            outputs = llm.generate(prompts, params)
+            longer = [[*p, *outputs[0].outputs[0].token_ids] for p in prompts]
+            outputs += llm.generate(longer, params)
+            found.append([[tuple(c.token_ids) for c in out.outputs] for out in outputs])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("options", [{}, {"ops": "reference"}], ids=["native", "reference"])
+def test_drafts_are_those_of_the_reference(first: Published, options: dict[str, str]) -> None:
+    """On a CPU weights of a head are in five bits: these are whole multiples of a number there."""
+    oracle = first.oracle
+    made = first.load(**options)
+    try:
+        drafter = made.drafter
+        assert drafter is not None
+        ids = [5, 17, 3, 88, 41, 6]
+        chunk = Chunk(1, 0, tuple(ids[:-1]), ((1, 2),), 0, 1)
+        shown = oracle.observe(torch.tensor(ids[:-1]))
+        drafter.observe(StepPlan(1, (chunk,)), shown)
+        found = drafter.propose([DraftRequest(1, tuple(ids), 4, GREEDY, 0)])
+        if options:
+            known, g, wanted = torch.tensor(ids[1:]), shown, []
+            for _ in range(4):
+                states, logits = oracle.outputs(known, g)
+                token = logits[-1:].argmax(-1)
+                wanted.append(int(token))
+                known, g = torch.cat([known, token]), torch.cat([g, states[-1:]])
+            assert found == {1: tuple(wanted)}
+        assert set(found[1]) <= set(oracle.tokens.tolist()), "tokens that the head knows"
+    finally:
+        made.front.close(drain=False)
+
+
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_recorded_passes_give_the_drafts_of_passes_op_by_op(loaded: Loaded, params: SamplingParams) -> None:
+    drafter, target = loaded.drafter, loaded.target
+    assert drafter is not None
+    assert isinstance(drafter.passes, HostPasses)
+    draft = open_draft(loaded.config, loaded.front.spec, None)
+    spec = find_spec(draft)
+    assert spec is not None
+    head = load_eagle(draft, spec, loaded.opened, target, loaded.runner.decoder)
+    memory = drafter.memory
+    store = StateStore(head.states, memory.num_blocks, 0, memory.block_size, target.device, target.dtype)
+    eager = EagerPasses(head, store, loaded.runner.sampler, target.device)
+    rows = [torch.randn(1, head.width), torch.randn(5, head.width)]
+    chunks = tuple(
+        Chunk(n, 0, tuple(range(7, 7 + len(row))), memory.tables(n, 0, 24), 0, 1)
+        for n, row in enumerate(rows)
+    )
+    sampling = [SamplingRow(params, 1, 1, position, 3) for position in (2, 6)]
+    plan = StepPlan(1, chunks)
+    assert eager.run(plan, rows, sampling, 3) == drafter.passes.run(plan, rows, sampling, 3)
+
+
+def test_a_step_with_what_a_head_reads_is_recorded_and_has_turns(loaded: Loaded) -> None:
+    replay = loaded.runner.replay
+    assert isinstance(loaded.runner.decoder, ObservedDecoder)
+    assert isinstance(replay, ProgramReplay)
+    assert isinstance(replay.turns, NativeTurns)
+    assert replay.program.results.for_head is not replay.program.results.hidden
+
+
+def test_a_head_alone_is_no_model(first: Published) -> None:
+    with pytest.raises(UnsupportedModel, match=r"head of EAGLE-3: it drafts for .* --speculate"):
+        open_model(str(first.head), EngineConfig())
+
+
+def test_a_head_of_another_model_is_refused_before_weights_are_read(
+    first: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.write(
+        "qwen3", tmp_path, replace(tiny.VARIANTS["qwen3"], changes={"vocab_size": VOCAB, "hidden_size": 48})
+    )
+    monkeypatch.setattr(build, "load_decoder", lambda *_: pytest.fail("weights take minutes"))
+    with pytest.raises(ConfigError, match="speculate: the head reads states of 32 numbers, and this model's"):
+        load(str(tmp_path), EngineConfig(speculate=str(first.head), **SIZES))
+
+
+def test_a_head_is_refused_next_to_adapters(first: Published, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="drafts from the model without adapters; with lora choose ngram"):
+        first.load(lora_folder=str(tmp_path))
+
+
+def test_a_tensor_that_a_head_does_not_use_is_refused(first: Published, tmp_path: Path) -> None:
+    oracle = first.oracle
+    tiny.save_file(
+        {**oracle.tensors, "layers.1.mlp.up_proj.weight": torch.ones(2)}, tmp_path / "model.safetensors"
+    )
+    (tmp_path / "config.json").write_text(json.dumps(oracle.config))
+    with pytest.raises(UnusedTensor, match=r"layers\.1\.mlp\.up_proj\.weight"):
+        load(str(first.model), EngineConfig(speculate=str(tmp_path), **SIZES))
+
+
+def test_a_gpu_tries_what_a_head_binds(published: Published) -> None:
+    config = EngineConfig(speculate=str(published.head), **SIZES)
+    opened = open_model(str(published.model), config)
+    draft = open_draft(config, opened.resolved.spec, None)
+    spec = find_spec(draft)
+    assert spec is not None
+    tried = list_head_ops(draft, spec, opened).keys()
+    assert {"join", "pick_columns", "paged_attention", "linear", "add_rms_norm"} <= tried
+    assert tried < REGISTRY.keys()
