@@ -59,6 +59,7 @@ def load_eagle(draft: Opened, spec: EagleSpec, opened: Opened, target: Target, t
     with out_of_memory(f"loading the weights of {draft.files.name} ({gib(draft.nbytes)})"):
         if isinstance(trunk, ObservedDecoder):
             trunk.reader = StateReader(spec, weights, model)
+            trunk.layers = trunk.reader.layers
         head = EagleHead(spec, weights, trunk if target.comm.rank.size == 1 else None, model, lent)
     weights.check_all_used()
     draft.checkpoint.release()

@@ -47,28 +47,33 @@ class StateReader:
         own = norms.get(s.norms_states or "", [])
         self._norms = [Norm(s.norm, w.scope(name), width) for name, width in own]
         self._norms_all = s.norms_states == "all"
-        self.join, self.combine = w.bind(join), w.bind(combine)
+        self._join = w.bind(join)
 
     def __call__(self, states: Mapping[int, Tensor]) -> Tensor:
         """states: [T, model's hidden] before each of `layers` -> [T, head's hidden]."""
         parts = [states[layer] for layer in self.layers]
         if self._norms and not self._norms_all:
             parts = [norm(part) for norm, part in zip(self._norms, parts, strict=True)]
-        x = reduce(self.join, parts)
+        x = reduce(self._join, parts)
         return self.fc(self._norms[0](x) if self._norms_all else x)
 
 
 class ObservedDecoder(Decoder):
-    """A model that a head reads the inner layers of. `reader` is set once its own weights are there."""
+    """A model with inner layers that a head reads. `layers`: states before these are kept (`take_states`).
 
+    `reader`: what makes one vector of them, set once its own weights are there.
+    """
+
+    layers: tuple[int, ...] = ()
     reader: StateReader | None = None
 
     def __init__(self, s: ModelSpec, weights: Weights) -> None:
         super().__init__(s, weights)
+        self._combine = weights.bind(combine)
         self._states: dict[int, Tensor] = {}
 
     def take_states(self) -> dict[int, Tensor]:
-        """Of the last pass, once: [T, hidden] before each layer that the head reads."""
+        """Of the last pass, once: [T, hidden] before each of `layers`."""
         states, self._states = self._states, {}
         return states
 
@@ -76,12 +81,10 @@ class ObservedDecoder(Decoder):
         self, x: Tensor, embeddings: Tensor, batch: Batch, store: StateStore
     ) -> tuple[Tensor, Tensor | None]:
         """See `Decoder`."""
-        if self.reader is None:
-            return super().run_branches(x, embeddings, batch, store)
         branches, delta, self._states = iter(self.branches), None, {}
         for number, layer in enumerate((*self.spec.layers, ())):
-            if number in self.reader.layers:
-                x, delta = x if delta is None else self.reader.combine(x, delta, 1.0), None
+            if number in self.layers:
+                x, delta = x if delta is None else self._combine(x, delta, 1.0), None
                 self._states[number] = x
             for _, branch in zip(layer, branches, strict=False):  # `layer` ends first
                 x, h = branch.enter_beside(x, delta, embeddings, batch, store)

@@ -49,6 +49,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     lent.check_all_used()
     if oracle.layout.taps:
         trunk.reader = StateReader(spec, weights, model.spec)
+        trunk.layers = trunk.reader.layers
     head = EagleHead(spec, weights, trunk, model.spec, lent)
     weights.check_all_used()
     return oracle, trunk, head
