@@ -2,11 +2,14 @@
 
 Layouts of SafeAILab's first heads, of SpecForge and NVIDIA's ModelOpt (`midlayer`), and of vLLM's Speculators
 (`layers.0`, and a config in two parts). A tensor shows that a checkpoint is one: many configs say "Llama".
+llama.cpp's files have an architecture of their own, in which `d2t` has the tokens themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
+
+from torch import Tensor
 
 from plait.checkpoint.names import NameMap, Rules, Source
 from plait.errors import UnsupportedModel
@@ -16,6 +19,8 @@ from plait.families.common.spec_builders import norm
 from plait.families.config.checks import blame_config, check_spec
 from plait.families.config.normalize import SLIDING, Config, flatten, normalize
 from plait.families.detect.detect import Shapes
+from plait.families.gguf.config import gguf_config
+from plait.families.gguf.names import ROPE_TABLES, usual_names
 from plait.families.llama import QWEN, dense
 from plait.families.resolve import FILE, SET, parse_override
 from plait.spec.eagle import EagleSpec
@@ -26,6 +31,8 @@ LAYER_CONFIG, EAGLE_CONFIG, TAPS = (
     "eagle_config",
     "eagle_aux_hidden_state_layer_ids",
 )
+ARCHITECTURE, GGUF, TABLE = "general.architecture", "eagle3", "token_embd.weight"
+GGUF_KEYS = ("target_layers", "target_hidden_size", "norm_before_residual", "norm_before_fc")
 DEFAULTS = {"norm_eps": 1e-6, "hidden_act": "silu", "max_position_embeddings": 2048}
 BODIES = ("llama", "qwen2", "qwen3", "mistral")  # attention and a gated feed-forward in each layer
 
@@ -55,6 +62,41 @@ def resolve_eagle(
         check_spec(spec)
     why = {key: SET if key in given else FILE if key in flat else "from the other keys" for key in c}
     return Resolved(spec, NameMap(_names(prefix, first), ignored=(r"(^|\.)t2d$",)), c, why, spec.family)
+
+
+def is_eagle_gguf(metadata: Mapping[str, object]) -> bool:
+    """Whether a GGUF file holds a head, by its metadata."""
+    return metadata.get(ARCHITECTURE) == GGUF
+
+
+def resolve_eagle_gguf(
+    metadata: Mapping[str, object], shapes: Shapes, read: Callable[[str], Tensor]
+) -> Resolved:
+    """The same of a GGUF file: its layer is what the format calls "llama". Raises UnsupportedModel.
+
+    read: a tensor's numbers, which only divisors of rotations need.
+    """
+    own = {key.removeprefix(f"{GGUF}."): metadata[key] for key in metadata if key.startswith(f"{GGUF}.")}
+    head = {key: own.pop(key) for key in GGUF_KEYS if key in own}
+    llama = {f"llama.{key}": value for key, value in own.items()} | {ARCHITECTURE: "llama"}
+    with blame_config("the metadata"):
+        tokens = metadata.get("tokenizer.ggml.tokens")
+        size = int(str(own.get("vocab_size") or (len(tokens) if isinstance(tokens, Sized) else 0)))
+        flat, why = gguf_config(llama, {**shapes, TABLE: (size, 0)}, read)
+        c = normalize(flat, DEFAULTS)
+        layers, drafted = head.get("target_layers"), shapes.get("output.weight", (size,))[0]
+        flat = {TAPS: layers, **{key: head.get(key) for key in GGUF_KEYS[2:]}}
+        c |= {"draft_vocab_size": drafted, "target_hidden_size": head.get("target_hidden_size")}
+        spec = _build(c, Config(flat), shapes, "", "")
+        check_spec(spec)
+    names: Rules = {
+        "hidden_norm": "blk.0.attn_norm_2",
+        "fc": "fc",
+        "input_norm": "enc.output_norm",
+        "tokens": "d2t",
+        **usual_names(c),
+    }
+    return Resolved(spec, NameMap(names, ignored=(ROPE_TABLES,)), c, why, spec.family)
 
 
 def _flatten(config: Mapping[str, object]) -> Config:

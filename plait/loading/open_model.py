@@ -27,7 +27,7 @@ from plait.families.common.inside import leave_out_beside
 from plait.families.common.refused import DRAFTER
 from plait.families.common.resolved import Resolved
 from plait.families.config.normalize import IncompleteConfig
-from plait.families.eagle import find_first_layer, resolve_eagle
+from plait.families.eagle import find_first_layer, is_eagle_gguf, resolve_eagle, resolve_eagle_gguf
 from plait.families.resolve import SET, resolve
 from plait.frontend.frontend import Language
 from plait.loading.heads.read_head import HeadSource, head_names, read_head
@@ -278,6 +278,8 @@ def _resolve(
     shapes = {name: checkpoint.shape(name) for name in checkpoint.names()}
     own = is_own(metadata)
     try:
+        if metadata is not None and is_eagle_gguf(metadata):
+            return resolve_eagle_gguf(metadata, shapes, read)
         if metadata is None and find_first_layer(shapes):
             return resolve_eagle(raw, shapes, overrides=config.set)
         found = resolve(

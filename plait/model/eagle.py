@@ -182,19 +182,21 @@ class EagleHead(DraftHead):
     def _read_columns(self, own: Weights) -> Tensor | None:
         """For each token of the model its column among the head's logits, or -1; None: they have them all.
 
-        `d2t` has how far behind its column each token is. Raises ShapeMismatch for tokens that there are not.
+        A file has `tokens` themselves, or `d2t`: how far behind its column each is. Raises ShapeMismatch for
+        tokens that there are not.
         """
         count, size = self.spec.num_drafted, self.spec.vocab_size
-        if "d2t" not in own:
+        name = next((name for name in ("tokens", "d2t") if name in own), None)
+        if name is None:
             if count != size:
                 raise ShapeMismatch(
                     f"the head has logits of {count} tokens and no d2t, which says what they are"
                 )
             return None
-        behind = own.tensor("d2t", (count,), torch.int64)
-        if behind.is_meta:
+        stored = own.tensor(name, (count,), torch.int64)
+        if stored.is_meta:
             return torch.empty(size, dtype=torch.int64, device="meta")
-        tokens = behind.cpu() + torch.arange(count)
+        tokens = stored.cpu() + (torch.arange(count) if name == "d2t" else 0)
         if bool(((tokens < 0) | (tokens >= size)).any()) or len(tokens.unique()) < count:
             raise ShapeMismatch(f"d2t does not name {count} different tokens of {size}")
         columns = torch.full((size,), -1)

@@ -109,6 +109,21 @@ LAYOUTS = {
 }
 
 
+GGUF_NAMES = {
+    "fc": "fc.weight",
+    "input_norm": "enc.output_norm.weight",
+    "embed_tokens": "token_embd.weight",
+    "norm": "output_norm.weight",
+    "lm_head": "output.weight",
+    "input_layernorm": "blk.0.attn_norm.weight",
+    "hidden_norm": "blk.0.attn_norm_2.weight",
+    "post_attention_layernorm": "blk.0.ffn_norm.weight",
+    **{f"self_attn.{x}_proj": f"blk.0.attn_{x}.weight" for x in "qkv"},
+    "self_attn.o_proj": "blk.0.attn_output.weight",
+    **{f"mlp.{x}_proj": f"blk.0.ffn_{x}.weight" for x in ("gate", "up", "down")},
+}
+
+
 class EagleOracle:
     """A tiny Llama of seven layers, and a head for it: `config` and `tensors` as they would be published."""
 
@@ -176,6 +191,40 @@ class EagleOracle:
         (folder / "config.json").write_text(json.dumps(self.config))
         tiny.save_file(self.tensors, folder / "model.safetensors")
         return folder
+
+    def as_gguf(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """(metadata, tensors) as llama.cpp's converter writes them, of a head in one layer of Llama's."""
+        layout, body = self.layout, self.body.config
+        words = {
+            "block_count": 1,
+            "context_length": body.max_position_embeddings,
+            "embedding_length": body.hidden_size,
+            "feed_forward_length": body.intermediate_size,
+            "attention.head_count": body.num_attention_heads,
+            "attention.head_count_kv": body.num_key_value_heads,
+            "attention.key_length": body.head_dim,
+            "attention.value_length": body.head_dim,
+            "attention.layer_norm_rms_epsilon": self.eps,
+            "rope.dimension_count": body.head_dim,
+            "rope.freq_base": 10000.0,
+            "vocab_size": VOCAB,
+            "target_layers": [*layout.taps],
+            "target_hidden_size": self.trunk.config.hidden_size,
+            "norm_before_residual": layout.says("norm_before_residual"),
+            "norm_before_fc": layout.says("norm_before_fc"),
+        }
+        metadata = {"general.architecture": "eagle3", **{f"eagle3.{key}": words[key] for key in words}}
+        found = {}
+        for name, tensor in self.tensors.items():
+            part = name.removeprefix(layout.prefix).removeprefix(f"{layout.first}.").removesuffix(".weight")
+            if part in ("self_attn.q_proj", "self_attn.k_proj"):
+                heads = tensor.view(-1, 2, body.head_dim // 2, tensor.shape[1])
+                tensor = heads.transpose(1, 2).reshape(tensor.shape)
+            if part in GGUF_NAMES:
+                found[GGUF_NAMES[part]] = tensor
+        if "d2t" in self.tensors:
+            found["d2t"] = self.tokens
+        return metadata, found
 
     @torch.no_grad()
     def logits(self, ids: Tensor) -> Tensor:

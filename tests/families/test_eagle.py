@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plait.checkpoint.weights import Target, Weights
 from plait.errors import ConfigError, ShapeMismatch, UnsupportedModel
-from plait.families.eagle import find_first_layer, resolve_eagle
+from plait.families.eagle import find_first_layer, is_eagle_gguf, resolve_eagle, resolve_eagle_gguf
 from plait.families.resolve import resolve
 from plait.memory import block_groups
 from plait.model.eagle import EagleHead, ObservedDecoder, StateReader, row_size, take_observed
@@ -36,10 +36,22 @@ def describe(oracle: EagleOracle, **changes: object) -> tuple[EagleSpec, Weights
     return found.spec, Weights(Memory(oracle.tensors), found.names, target)
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+def describe_gguf(oracle: EagleOracle) -> tuple[EagleSpec, Weights]:
+    """The same, of the head as a GGUF file."""
+    metadata, tensors = oracle.as_gguf()
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    assert is_eagle_gguf(metadata)
+    found = resolve_eagle_gguf(metadata, shapes, tensors.__getitem__)
+    assert isinstance(found.spec, EagleSpec)
+    target = Target(CPU, torch.float32, LONGEST, found.spec.hidden_size)
+    return found.spec, Weights(Memory(tensors), found.names, target)
+
+
+@pytest.fixture(scope="module", params=[*LAYOUTS, "first in GGUF", "modelopt in GGUF"])
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    oracle = EagleOracle(request.param, tmp_path_factory.mktemp(request.param))
-    spec, weights = describe(oracle)
+    name, _, file = request.param.partition(" in ")
+    oracle = EagleOracle(name, tmp_path_factory.mktemp(name))
+    spec, weights = describe_gguf(oracle) if file else describe(oracle)
     config, tensors, _ = tiny.read(oracle.trunk_folder)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     model = resolve(config, shapes, read=tensors.__getitem__)

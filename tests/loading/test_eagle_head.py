@@ -80,6 +80,8 @@ def test_text_is_the_same_with_a_head_as_without(published: Published) -> None:
             outputs = llm.generate(prompts, params)
             longer = [[*p, *outputs[0].outputs[0].token_ids] for p in prompts]
             outputs += llm.generate(longer, params)
+            one = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
+            outputs += llm.generate(prompts[1], one)  # turns are of one sequence
             found.append([[tuple(c.token_ids) for c in out.outputs] for out in outputs])
     assert found[0] == found[1]
 

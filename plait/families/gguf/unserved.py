@@ -14,7 +14,7 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
         *("eurobert", "t5encoder"),
     ),
     DIFFUSION: ("dream", "llada", "llada-moe", "rnd1"),
-    DRAFTER: ("dflash", "eagle3", "gemma4-assistant"),
+    DRAFTER: ("dflash", "gemma4-assistant"),
     AUDIO: ("pockettts", "qwen3tts", "wavtokenizer-dec"),
     IMAGE: ("clip",),
     "its layers are RWKV-6, and RWKV-4 and RWKV-7 are implemented": ("rwkv6", "rwkv6qwen2"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from plait.errors import ShapeMismatch
-from plait.kernels.cpu.pointwise.copy_rows import _join, _take_rows
+from plait.kernels.cpu.pointwise.copy_rows import _join, _pick_columns, _take_rows
 
 SIZES = (1, 7, 15, 16, 17, 100)
 
@@ -28,6 +28,15 @@ def test_joined_rows_lie_side_by_side(cpu: Any, n: int, m: int) -> None:
     a, b = torch.randn(5, 7, n + 2)[:, 1:4, :-2], torch.randn(3, 5, m).transpose(0, 1)
     assert torch.equal(_join(cpu, a, b), torch.cat([a, b], -1))
     assert torch.equal(_join(cpu, a[:, 0], b[:, 1]), torch.cat([a[:, 0], b[:, 1]], -1))
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_columns_that_are_not_there_are_endless(cpu: Any, n: int) -> None:
+    x, columns = torch.randn(5, n + 3)[:, 1:-2], torch.randint(-1, n, (3 * n + 1,))
+    made = _pick_columns(cpu, x, columns)
+    for c, column in enumerate(columns.tolist()):
+        wanted = torch.full((5,), float("-inf")) if column < 0 else x[:, column]
+        assert torch.equal(made[:, c], wanted)
 
 
 def test_a_recording_takes_what_the_index_says_by_then(cpu: Any) -> None:
@@ -52,6 +61,8 @@ def test_what_a_kernel_would_misread_is_refused(cpu: Any) -> None:
         lambda: _take_rows(cpu, x.double(), torch.zeros(2, dtype=torch.int64)),
         lambda: _join(cpu, x, x[:3]),
         lambda: _join(cpu, x, x.T),
+        lambda: _pick_columns(cpu, x, torch.zeros(2, dtype=torch.int32)),
+        lambda: _pick_columns(cpu, x.T, torch.zeros(2, dtype=torch.int64)),
     ):
         with pytest.raises(ShapeMismatch):
             call()
