@@ -65,7 +65,7 @@ step_log = logging.getLogger("plait.step")
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A model with its engine, before a thread runs it. `drafter`: its own head, if that drafts."""
+    """A model with its engine, before a thread runs it. `drafter`: its head; `draft`: that head's own files."""
 
     opened: Opened
     runner: ModelRunner
@@ -75,6 +75,7 @@ class Built:
     guides: Guides
     disk: DiskCache | None = None
     drafter: MtpDrafter | None = None
+    draft: Opened | None = None
 
     @property
     def spec(self) -> ModelSpec:
@@ -93,7 +94,7 @@ class Built:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model with a running engine, and what it was built from. `drafter`: see `Built`."""
+    """A model with a running engine, and what it was built from. `drafter`, `draft`: see `Built`."""
 
     opened: Opened
     config: EngineConfig
@@ -102,6 +103,7 @@ class Loaded:
     target: Target
     front: Front
     drafter: MtpDrafter | None = None
+    draft: Opened | None = None
 
 
 def load(
@@ -125,7 +127,8 @@ def load(
     for guard in guards:
         assert isinstance(front.loop, EngineLoop)
         guard.on_stuck = front.loop.fail
-    return Loaded(built.opened, config, built.runner, built.sizing, built.target, front, built.drafter)
+    parts = built.runner, built.sizing, built.target, front, built.drafter, built.draft
+    return Loaded(built.opened, config, *parts)
 
 
 def build(
@@ -232,7 +235,7 @@ def _build(
     if config.cache_disk is not None:
         disk = open_disk_cache(config, engine, runner.store.host, decoder.states, fingerprint(opened, target))
     made = opened, runner, engine, sizing, target, guides, disk
-    return Built(*made, proposer if isinstance(proposer, MtpDrafter) else None)
+    return Built(*made, proposer if isinstance(proposer, MtpDrafter) else None, draft)
 
 
 def _open_gpu(opened: Opened, draft: Opened | None, target: Target, report: Progress) -> None:

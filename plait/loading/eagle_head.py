@@ -14,6 +14,7 @@ from plait.errors import ConfigError
 from plait.loading.meta.meta_model import NotedOps, Outline, meta_target
 from plait.loading.meta.shapes_only import ShapesOnly
 from plait.loading.open_model import Opened
+from plait.loading.packed_cache import shelf_of
 from plait.model.decoder import Decoder
 from plait.model.eagle import EagleHead, ObservedDecoder, StateReader, check_model
 from plait.spec.eagle import EagleSpec
@@ -53,9 +54,12 @@ def load_eagle(draft: Opened, spec: EagleSpec, opened: Opened, target: Target, t
     own.hidden_size, own.encoded, own.on_read = spec.hidden_size, Counter(), None
     if target.executor is not None and target.quantize is None:
         own.quantize = HEAD_FORMAT
+    own.shelf = shelf_of(draft, own, part="head") if target.shelf is not None else None
     target.drafts, model = own, opened.resolved.spec
     weights = Weights(draft.checkpoint, draft.resolved.names, own)
-    lent = Weights(opened.checkpoint, opened.resolved.names, replace(own, hidden_size=model.hidden_size))
+    lent = Weights(
+        opened.checkpoint, opened.resolved.names, replace(own, hidden_size=model.hidden_size, shelf=None)
+    )
     with out_of_memory(f"loading the weights of {draft.files.name} ({gib(draft.nbytes)})"):
         if isinstance(trunk, ObservedDecoder):
             trunk.reader = StateReader(spec, weights, model)

@@ -157,6 +157,7 @@ def _program(memory: Memory, program: HostProgram) -> ProgramPart:
         largest=(_result(memory, largest[0]), _result(memory, largest[1])) if largest else None,
         capacity=(capacity.tokens, capacity.logits, capacity.seqs, capacity.blocks),
         keeps_rows=program.keeps_rows,
+        observed=None if results.observed is None else _result(memory, results.observed),
     )
 
 

@@ -30,7 +30,7 @@ from plait.kernels.load import is_foreign_file
 from plait.memory import PagedState, SlotState, State
 from plait.typed_values import decode_msgpack
 
-MAGIC = b"plaitim2"
+MAGIC = b"plaitim3"
 _START = struct.Struct("<8sQQ32s")
 _PAGE = 4096
 HEAD = "mtp."  # the names of a head's buffers begin with it
@@ -100,10 +100,11 @@ class ProgramPart(Struct, frozen=True):
     largest: tuple[Result, Result] | None
     capacity: tuple[int, int, int, int]  # tokens, logits, sequences, blocks of one sequence
     keeps_rows: bool  # whether it keeps recurrent state behind single rows
+    observed: Result | None  # what a head reads instead of `hidden`
 
 
 class HeadPart(Struct, frozen=True):
-    """A model's own head, which drafts: its passes, the hidden states that they read, and its state."""
+    """A head that drafts: its passes, the hidden states that they read, and its state."""
 
     program: ProgramPart
     before: Result

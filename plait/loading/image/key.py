@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from plait.checkpoint.find_files import ModelFiles
+from plait.checkpoint.find_files import ModelFiles, find_model
 from plait.checkpoint.identity import identify_file
 from plait.checkpoint.list_texts import list_texts
 from plait.checkpoint.packed_cache.file_format import as_stem
@@ -24,6 +24,7 @@ from plait.loading.image.lookup import SUFFIX, folder_of
 from plait.resource_limits import default_threads
 from plait.version import __version__
 
+WORDS = ("off", "ngram", "mtp")  # of --speculate; what else it says is a head or a model
 PACKAGE = Path(__file__).resolve().parents[2]
 # Options that change nothing of what is in an image. How much memory there is decides at each startup.
 APART = frozenset({
@@ -50,6 +51,7 @@ def key_of(files: ModelFiles, config: EngineConfig) -> dict[str, object]:
         "weights": [[str(path.resolve()), *identify_file(path)] for path in files.weights],
         "texts": [[name, *identify_file(path)] for name, path in list_texts(files)],
         "named": [[str(path), *identify_file(path)] for path in named if path.is_file()],
+        "draft": _identify_draft(config),
         "options": {name: value for name, value in asdict(config).items() if name not in APART},
         "threads": choose_threads(config)[0],
         "code": [__version__, _digest_code()],
@@ -61,6 +63,15 @@ def key_of(files: ModelFiles, config: EngineConfig) -> dict[str, object]:
     }
     plain: dict[str, object] = msgspec.msgpack.decode(msgspec.msgpack.encode(key))
     return plain
+
+
+def _identify_draft(config: EngineConfig) -> list[list[object]]:
+    """The files of a head in a directory of its own. Raises what `find_model` does."""
+    if config.speculate in WORDS:
+        return []
+    files = find_model(config.speculate, offline=config.offline)
+    paths = [*files.weights, *(path for _, path in list_texts(files))]
+    return [[str(path.resolve()), *identify_file(path)] for path in paths]
 
 
 def path_of(name: str, config: EngineConfig, key: dict[str, object]) -> Path | None:

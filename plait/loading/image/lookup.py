@@ -25,9 +25,7 @@ def why_no_image(config: EngineConfig) -> str | None:
         return "several ranks, --ops and --packed-cache off have no image"
     if config.lora or config.lora_folder is not None:
         return "adapters have no image"
-    if config.speculate not in ("off", "ngram", "mtp") or config.plugins:
-        return "draft models and plug-ins have no image"
-    return None
+    return "plug-ins have no image" if config.plugins else None
 
 
 def has_gpu() -> bool:

@@ -137,7 +137,8 @@ class RestoredStep:
         table.kept.append(self._memory)
         table.seal()
         largest = part.largest and (self._view(part.largest[0]), self._view(part.largest[1]))
-        results = StepResults(self._view(part.hidden), self._view(part.logits), largest)
+        observed = None if part.observed is None else self._view(part.observed)
+        results = StepResults(self._view(part.hidden), self._view(part.logits), largest, observed)
         return HostProgram(self.threads, table, static, results, keeps_rows=part.keeps_rows)
 
     def _address(self, region: int) -> int:

@@ -13,18 +13,20 @@ import torch
 from plait.cache_folder import make_folder
 from plait.checkpoint.packed_cache.cache import KeptBlock
 from plait.checkpoint.packed_cache.file_format import drop_unfinished
+from plait.checkpoint.weights import Target
 from plait.config import EngineConfig
 from plait.engine.memory_plan import gib
 from plait.errors import BadFile, CannotRecord
 from plait.kernels.load import record_tile_check, sampling_kernels, turn_kernels, why_refused
-from plait.loading.build import Built, Loaded
+from plait.loading.build import Built, Loaded, draft_headers
+from plait.loading.eagle_head import decoder_kind, find_spec, load_eagle
 from plait.loading.identity.fingerprint import fingerprint
 from plait.loading.image.capture import capture_step
 from plait.loading.image.file_format import ImageHeader, ModelPart, checksum, lay_out, write_image
 from plait.loading.image.key import key_of, path_of
 from plait.loading.image.lookup import SUFFIX, why_no_image
 from plait.loading.make_runner import make_sampler
-from plait.loading.open_model import banned_ids, load_decoder
+from plait.loading.open_model import Opened, banned_ids, load_decoder
 from plait.loading.packed_cache import is_current, keep, list_shelves, shelf_of
 from plait.loading.probe_scorer import open_settled
 from plait.loading.target import make_target
@@ -64,7 +66,7 @@ def _keep_weights(built: Built | Loaded, limit: int) -> None:
         is_kept = shelf.is_full or (bool(shelf.written) and shelf.path.exists())
         if is_kept or (packed is not built.target and not shelf.count_needed()):
             continue
-        kept = keep(shelf, built.opened, packed, limit)
+        kept = keep(shelf, _source_of(built, packed), packed, limit)
         log.info("%s", kept)
         if not shelf.written:
             raise CannotRecord(kept)
@@ -91,7 +93,7 @@ def _write(built: Built | Loaded) -> str:
     assert isinstance(replay, ProgramReplay)
     assert store is not None
     key = key_of(opened.files, config)
-    if not all(is_current(shelf, opened, packed) for shelf, packed in list_shelves(target)):
+    if not all(is_current(s, _source_of(built, packed), packed) for s, packed in list_shelves(target)):
         raise CannotRecord("the model's files changed since it was loaded")
     path = path_of(opened.files.name, config, key)
     if path is None:
@@ -126,9 +128,14 @@ def _why_none(built: Built | Loaded) -> str | None:
         return "it has no config, and a probe may find another"
     if any(row.variant != "native" for row in built.runner.sampler.bindings):
         return "its sampler is not native"
-    if built.opened.config.speculate == "mtp" and _head(built) is None:
-        return "its head for drafts runs op by op"
+    if built.opened.config.speculate not in ("off", "ngram") and _head(built) is None:
+        return "its head for drafts runs op by op" if built.drafter else "draft models have no image"
     return None
+
+
+def _source_of(built: Built | Loaded, target: Target) -> Opened:
+    """The files of which what was packed for a target came: the model's, or those of a head apart from it."""
+    return built.draft if built.draft and target is built.target.drafts else built.opened
 
 
 def _head(built: Built | Loaded) -> HostPasses | None:
@@ -172,9 +179,12 @@ def open_full(model: str, config: EngineConfig, store: HostStore) -> ModelRunner
     opened = open_settled(model, config, _silent)
     device = torch.device("cpu")
     target = make_target(opened, device)
-    target.shelf = shelf_of(opened, target)
-    decoder = load_decoder(opened, target, _silent)
-    sampler = make_sampler(target, decoder.spec.vocab_size, banned_ids(opened, opened.tokenizer()))
+    target.shelf, tokenizer = shelf_of(opened, target), opened.tokenizer()
+    draft = draft_headers(opened, tokenizer)
+    decoder = load_decoder(opened, target, _silent, decoder_kind(draft))
+    if draft is not None and (spec := find_spec(draft)) is not None:
+        load_eagle(draft, spec, opened, target, decoder)  # the model's steps show what it reads
+    sampler = make_sampler(target, decoder.spec.vocab_size, banned_ids(opened, tokenizer))
     state = StateStore(decoder.states, {}, 0, store.block_size, device, target.dtype, host=store)
     return ModelRunner(decoder, state, sampler, device, executor=target.executor)
 
