@@ -120,19 +120,21 @@ class EagleHead(nn.Module):
         self.midlayer, self.norm = MidLayer(s), RMSNorm(s.hidden_size)
         self.lm_head = nn.Linear(s.hidden_size, len(tokens), bias=False)
 
-    def losses(self, e: Tensor, states: Tensor, wanted: Tensor, places: Tensor) -> tuple[Tensor, list[float]]:
+    def losses(
+        self, e: Tensor, states: Tensor, expected: Tensor, places: Tensor
+    ) -> tuple[Tensor, list[float]]:
         """(the loss to minimise, for each draft token how often it and those before are the likeliest).
 
         e: embeddings, [rows, time, hidden]; states: of the model's layers, [rows, time, 3 hidden]; places:
-        positions, [places] int64; wanted: the model's logits of the head's tokens behind each of these and
+        positions, [places] int64; expected: the model's logits of the head's tokens behind each of these and
         later, [rows, places, depth, tokens]. The loss is the cross-entropy to what the model would draw.
         """
         g, entries, total, shares = self.fc(states), Entries(), torch.zeros(()), list[float]()
-        alive = torch.ones(wanted.shape[:2], dtype=torch.bool)
-        for step in range(wanted.shape[2]):
+        alive = torch.ones(expected.shape[:2], dtype=torch.bool)
+        for step in range(expected.shape[2]):
             count = e.shape[1] - step - 1
             g = self.midlayer(e[:, step + 1 :], g[:, :count], entries)
-            logits, target = self.lm_head(self.norm(g[:, places])).float(), wanted[:, :, step].float()
+            logits, target = self.lm_head(self.norm(g[:, places])).float(), expected[:, :, step].float()
             loss = -(target.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean()
             total = total + loss * 0.8**step
             alive = alive & (logits.argmax(-1) == target.argmax(-1))

@@ -65,7 +65,7 @@ step_log = logging.getLogger("plait.step")
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A model with its engine, before a thread runs it. `drafter`: its head; `draft`: that head's own files."""
+    """A model with its engine, before a thread runs it. `drafter`: its head; `draft`: the head's files."""
 
     opened: Opened
     runner: ModelRunner
