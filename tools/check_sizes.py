@@ -42,7 +42,7 @@ CAPS = {
     "spec": 1_110,
     "state": 2_100,
     "text": 9_540,
-    "verify": 3_230,
+    "verify": 3_330,
     "worker": 2_490,
 }
 

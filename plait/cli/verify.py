@@ -80,6 +80,7 @@ NEAR = 1e-3  # between two logits: rounding in float32 may make either the large
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     help="one prompt per line, as text or as [token, ids]; default: a few of Plait's own",
 )
+@click.option("--head", metavar="HEAD", help="a head of EAGLE-3, which drafts in the ways with a head")
 @click.option("--quick", is_flag=True, help="one way of each kind: a minute for a small model")
 @click.option(
     "--graph",
@@ -118,6 +119,7 @@ def verify(
     batch: int,
     max_tokens: int | None,
     prompts_file: Path | None,
+    head: str | None,
     quick: bool,
     graph: str | None,
     cell: str | None,
@@ -130,9 +132,7 @@ def verify(
     """Check that a reply depends on its request alone: same tokens, same bits.
 
     \b
-    plait verify model.gguf
-    plait verify model.gguf --quick
-    plait verify ./model --batch 8 --max-tokens 64 --prompts prompts.txt
+    plait verify ./model --quick --head ./head --prompts prompts.txt
     plait verify --family my_hybrid.py
     plait verify ./model --tp 2 --deterministic
     plait verify --certificate certificate.json
@@ -147,7 +147,7 @@ def verify(
     """
     if add_missing and (certificate is None or cell is not None):
         raise click.UsageError("--add-missing is about the file of --certificate; name one, and no --cell")
-    config = EngineConfig(**engine_settings({**given, **OWN_SETTINGS}))
+    config = EngineConfig(**engine_settings({**given, **OWN_SETTINGS, "speculate": head or "off"}))
     made_up = None if model else family or certificate or cell
     refuse_in_verify(family, made_up, cell, has_ranks=config.num_ranks > 1)
     if family is not None:

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from plait.config import EngineConfig
+from plait.errors import ConfigError
 from plait.loading.build import Loaded
-from plait.loading.draft_model import load_draft, make_drafter
+from plait.loading.draft_model import find_head, load_draft, make_drafter
+from plait.loading.eagle_head import find_spec, load_eagle
 from plait.loading.open_model import Opened
 from plait.memory import has_slots
-from plait.model.mtp import MtpHead
+from plait.model.draft_head import DraftHead
 from plait.schedule.drafts.ngram import NgramProposer
 from plait.schedule.speculate import Proposer, Speculation
 from plait.verify.matrix import Cell, CheapRows, KnownReplies
@@ -20,9 +22,22 @@ from plait.verify.matrix import Cell, CheapRows, KnownReplies
 class DraftParts:
     """What may draft for a model: its own head, another model, or prompts with their plain replies."""
 
-    head: MtpHead | None
+    head: DraftHead | None
     model: Opened | None
     known: Sequence[Sequence[int]]
+
+
+def find_loaded_head(loaded: Loaded) -> DraftHead | None:
+    """A head of EAGLE-3 that a model was loaded with, else the model's own; None: it has none.
+
+    Raises ConfigError where what should be a head is a model.
+    """
+    opened, target, decoder = loaded.opened, loaded.target, loaded.runner.decoder
+    if loaded.draft is None:
+        return find_head(opened, target, decoder)
+    if (spec := find_spec(loaded.draft)) is None:
+        raise ConfigError(f"--head: {loaded.draft.files.name} is a model, not a head of EAGLE-3")
+    return load_eagle(loaded.draft, spec, opened, target, decoder)
 
 
 def make_proposer(

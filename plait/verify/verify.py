@@ -22,14 +22,13 @@ from plait.engine.device import free_memory
 from plait.engine.memory_plan import Sizing, size_state
 from plait.errors import ConfigError, EngineError
 from plait.loading.build import Loaded, describe_for_sizing, load
-from plait.loading.draft_model import find_head
 from plait.loading.open_model import Opened
 from plait.loading.target import loose_ops
 from plait.memory import PagedState, has_slots
 from plait.request import TokenLogprobs
 from plait.schedule.speculate import Proposer
 from plait.verify.cell_run import CellRun, Traced, Waves
-from plait.verify.drafters import DraftParts, make_proposer
+from plait.verify.drafters import DraftParts, find_loaded_head, make_proposer
 from plait.verify.killed import run_killed
 from plait.verify.matrix import PLAIN, Cell, cells, durable_cells, second_load_cells
 from plait.verify.prompts import (
@@ -85,7 +84,7 @@ class Verification:
         extent: Extent = USUAL_EXTENT,
     ) -> None:
         self.loaded, self.batch, self.extent = loaded, batch, extent
-        self._head = find_head(loaded.opened, loaded.target, loaded.runner.decoder)
+        self._head = find_loaded_head(loaded)
         self._num_traced, front = {True: 0, False: 0}, loaded.front
         if not prompts and extent.is_small:
             prompts = make_short_prompts(front.spec.vocab_size)

@@ -23,11 +23,15 @@ def refuse_unread(*rows: tuple[bool, Sequence[str], str]) -> None:
 
 def refuse_in_verify(family: str | None, made_up: object, cell: str | None, *, has_ranks: bool) -> None:
     """Raises UsageError for what `plait verify` does not read. `made_up`: what makes models of its own."""
-    texts = ("batch", "max_tokens", "prompts_file", "quick", "graph")
+    texts = ("batch", "max_tokens", "prompts_file", "head", "quick", "graph")
     refuse_unread(
         (family is not None, ("cell", "certificate", "tokens"), "--family checks other things"),
         (made_up is not None, texts, "models that are made up have requests of their own"),
         (made_up is None, ("tokens",), "it is of --certificate"),
         (cell is not None, ("tokens",), "--cell is run once"),
-        (made_up is None and has_ranks, ("batch", "quick", "graph", "cell"), "ranks run the same requests"),
+        (
+            made_up is None and has_ranks,
+            ("batch", "head", "quick", "graph", "cell"),
+            "ranks run the same requests",
+        ),
     )
