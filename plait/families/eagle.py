@@ -16,7 +16,7 @@ from plait.errors import UnsupportedModel
 from plait.families.common.recipes import transformer
 from plait.families.common.resolved import Resolved
 from plait.families.common.spec_builders import norm
-from plait.families.config.checks import blame_config, check_spec
+from plait.families.config.checks import blame_config, check_named, check_spec
 from plait.families.config.normalize import SLIDING, Config, flatten, normalize
 from plait.families.detect.detect import Shapes
 from plait.families.gguf.config import gguf_config
@@ -54,6 +54,7 @@ def resolve_eagle(
     given = dict(map(parse_override, overrides))
     with blame_config():
         flat = Config(_flatten(config or {}) | given)
+        check_named(flat)
         _check_body(flat)
         c = normalize(
             flat, {**(QWEN if flat.get("model_type") == "qwen3" else {}), **DEFAULTS}, ("sliding_window",)
@@ -124,6 +125,8 @@ def _check_body(flat: Config) -> None:
 def _build(c: Config, flat: Config, shapes: Shapes, prefix: str, first: str) -> EagleSpec:
     has_norms = f"{prefix}{first}.self_attn.q_norm.weight" in shapes
     body, _ = dense(c, "eagle3", qk_norm=norm(c) if has_norms else None)
+    if not body.layers:
+        raise UnsupportedModel("num_hidden_layers is 0, and a head has a layer at least")
     num_drafted = c.get("draft_vocab_size") or c["vocab_size"]
     norms = "all" if flat.get("norm_before_fc") else "each" if flat.get("fc_norm") else None
     return EagleSpec(

@@ -19,7 +19,7 @@ from plait.families.common.registry import Family, UnknownArchitecture, families
 from plait.families.common.resolved import Resolved
 from plait.families.config.aliases import ALIASES
 from plait.families.config.blocks import list_block_keys
-from plait.families.config.checks import blame_config, check_config, check_spec
+from plait.families.config.checks import blame_config, check_named, check_spec
 from plait.families.config.neutral import NEUTRAL
 from plait.families.config.normalize import (
     FULL,
@@ -203,8 +203,7 @@ def _is_known(flat: Mapping[str, Any]) -> bool:
 
 def _normalize_config(flat: Mapping[str, Any]) -> Config:
     entry = find(flat)
-    named = {ours: next((flat[o] for o in others if o in flat), None) for ours, others in ALIASES.items()}
-    check_config({**{k: v for k, v in named.items() if v is not None}, **flat})
+    check_named(flat)
     return normalize(flat, entry.defaults, entry.honours, entry.hf.words)
 
 

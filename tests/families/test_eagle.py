@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.weights import Target, Weights
-from plait.errors import ConfigError, ShapeMismatch, UnsupportedModel
+from plait.errors import ConfigError, PlaitError, ShapeMismatch, UnsupportedModel
 from plait.families.eagle import find_first_layer, is_eagle_gguf, resolve_eagle, resolve_eagle_gguf
 from plait.families.resolve import resolve
 from plait.memory import block_groups
@@ -144,6 +145,29 @@ def test_head_drafts_as_the_reference_does(made: Made) -> None:
 def test_heads_that_cannot_be_are_refused(changes: dict[str, object], message: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=message):
         describe(EagleOracle("first", tmp_path), **changes)
+
+
+VALUES = (None, -1, 0, 3, 10**9, 0.5, 1e30, float("nan"), True, "x", [], [1], ["x"], {}, {"rope_type": "x"})
+
+
+@pytest.mark.parametrize("name", ["modelopt", "speculators"])
+def test_no_value_of_a_config_raises_another_error(name: str, tmp_path: Path) -> None:
+    oracle = EagleOracle(name, tmp_path)
+    inner = oracle.config.get("transformer_layer_config", {})
+    for key in (*oracle.config, *inner, "layer_types", "rope_scaling", "sliding_window", "eagle_config"):
+        for value in VALUES:
+            changes = {"transformer_layer_config": {**inner, key: value}} if key in inner else {key: value}
+            with contextlib.suppress(PlaitError):
+                build_head(oracle, **changes)
+
+
+def test_no_value_of_a_gguf_file_raises_another_error(tmp_path: Path) -> None:
+    metadata, tensors = EagleOracle("modelopt", tmp_path).as_gguf()
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for key in (*metadata, "eagle3.rope.scaling.type", "tokenizer.ggml.tokens"):
+        for value in VALUES:
+            with contextlib.suppress(PlaitError):
+                resolve_eagle_gguf({**metadata, key: value}, shapes, tensors.__getitem__)
 
 
 def build_head(oracle: EagleOracle, **changes: object) -> EagleHead:
