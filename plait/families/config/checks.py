@@ -78,7 +78,7 @@ def check_config(c: Mapping[str, Any], source: str = "config.json") -> None:
             raise _bad(source, key, words, f"a list of at most {MAX_LAYERS} words")
 
 
-def check_named(c: Mapping[str, Any]) -> None:
+def check_named(c: Mapping[str, object]) -> None:
     """The same of a config in which keys may have other names, of which the first that is there counts."""
     named = {
         ours: next((c[other] for other in others if other in c), None) for ours, others in ALIASES.items()
