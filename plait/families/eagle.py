@@ -13,7 +13,7 @@ from torch import Tensor
 
 from plait.checkpoint.names import NameMap, Rules, Source
 from plait.errors import UnsupportedModel
-from plait.families.common.recipes import transformer
+from plait.families.common.recipes import transformer, unused_patterns
 from plait.families.common.resolved import Resolved
 from plait.families.common.spec_builders import norm
 from plait.families.config.checks import blame_config, check_named, check_spec
@@ -34,6 +34,7 @@ LAYER_CONFIG, EAGLE_CONFIG, TAPS = (
 ARCHITECTURE, GGUF, TABLE = "general.architecture", "eagle3", "token_embd.weight"
 GGUF_KEYS = ("target_layers", "target_hidden_size", "norm_before_residual", "norm_before_fc")
 DEFAULTS = {"norm_eps": 1e-6, "hidden_act": "silu", "max_position_embeddings": 2048}
+UNUSED = (r"(^|\.)t2d$", r"^verifier_(norm|lm_head)\.")  # the way back of d2t; the model's, of training
 BODIES = ("llama", "qwen2", "qwen3", "mistral")  # attention and a gated feed-forward in each layer
 
 
@@ -62,7 +63,8 @@ def resolve_eagle(
         spec = _build(c, flat, shapes, prefix, first)
         check_spec(spec)
     why = {key: SET if key in given else FILE if key in flat else "from the other keys" for key in c}
-    return Resolved(spec, NameMap(_names(prefix, first), ignored=(r"(^|\.)t2d$",)), c, why, spec.family)
+    names = NameMap(_names(prefix, first), ignored=unused_patterns(c, *UNUSED))
+    return Resolved(spec, names, c, why, spec.family)
 
 
 def is_eagle_gguf(metadata: Mapping[str, object]) -> bool:

@@ -174,6 +174,8 @@ class EagleOracle:
             found[at + name.replace("layers.0", layout.first, 1)] = weight.clone()
         found[f"{at}{layout.first}.hidden_norm.weight"] = self.hidden_norm
         found["lm_head.weight"] = self.head
+        if layout.parts:  # what training reads of the model
+            found |= {"verifier_norm.weight": torch.ones(3), "verifier_lm_head.weight": torch.ones(3, 3)}
         if layout.taps:
             found[f"{at}fc.weight"] = self.fc
         if layout.says("norm_before_fc"):
