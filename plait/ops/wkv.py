@@ -1,4 +1,4 @@
-"""RWKV's recurrences over a ragged batch: of RWKV-4 (Peng et al. 2023) and RWKV-7 (Peng et al. 2025)."""
+"""RWKV's recurrences over a ragged batch: of RWKV-4 (Peng et al. 2023), RWKV-6 (2024) and RWKV-7 (2025)."""
 
 from __future__ import annotations
 
@@ -110,6 +110,65 @@ def _wkv4_inputs(case: RecurrentCase, dtype: torch.dtype, device: str) -> Argume
     sums, weights, largest = (torch.randn(num_slots, n, device=device) for _ in range(3))
     where = (slots, query_start, has_history, case["decodes"])
     return (k, v, decay, first, sums, weights.abs(), largest, *where), {}
+
+
+WKV6 = [
+    dict(seqs=[(1, True)], decodes=1, heads=2, keys=2, key_dim=16, dim=16),
+    dict(seqs=SHORT_SEQS, decodes=2, heads=3, keys=3, key_dim=7, dim=37),
+    dict(seqs=SHORT_SEQS, decodes=2, heads=4, keys=2, key_dim=40, dim=40, bias=False),
+]
+
+
+@op(cases=WKV6)
+def wkv6_scan(
+    r: Tensor,
+    decay: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bonus: Tensor | None,
+    state: Tensor,
+    slots: Tensor,
+    query_start: Tensor,
+    has_history: Tensor,
+    num_decodes: int,
+) -> Tensor:
+    """y = Sᵀ r + (Σ r bonus k) v, by the last S; then S ← w · S + k ⊗ v, w = e^-(e^decay). RWKV-6.
+
+    Without a bonus y = Sᵀ r / √K is of the new S, and keys are k (1 - w): gated linear attention (QRWKV6).
+    r, decay: [T, H, K], k: [T, G, K], v: [T, G, V], rows may lie apart; key head h // (H/G) serves head h.
+    bonus: [H, K] float32; state S: [num_slots, H, K, V] float32, in place -> y [T, H, V] in v's dtype. The
+    rest as in `mamba2_scan`.
+    """
+    ratio = r.shape[1] // k.shape[1]
+    r32, (key, value) = r.float(), (x.float().repeat_interleave(ratio, 1) for x in (k, v))
+    kept, out = (-decay.float().exp()).exp()[..., None], torch.empty_like(value)
+    if bonus is None:
+        key, r32 = key * (1 - kept[..., 0]), r32 * r.shape[2] ** -0.5
+    own = None if bonus is None else (r32 * bonus * key).sum(-1, keepdim=True) * value
+
+    def move(rows: slice | int, held: States) -> States:
+        (last,) = held
+        s = kept[rows] * last + key[rows][..., None] * value[rows][..., None, :]
+        read = (r32[rows][..., None, :] @ (s if own is None else last))[..., 0, :]
+        out[rows] = read if own is None else read + own[rows]
+        return (s,)
+
+    walk_states(move, (state,), (slots, query_start, has_history, num_decodes))
+    return out.to(v.dtype)
+
+
+@wkv6_scan.inputs
+def _wkv6_inputs(case: RecurrentCase, dtype: torch.dtype, device: str) -> Arguments:
+    slots, query_start, has_history, num_slots = ragged_case(case["seqs"], device)
+    total, heads, dim, size = int(query_start[-1]), case["heads"], case["dim"], case["key_dim"]
+    keys = case.get("keys", heads)
+    counts = ((heads, size), (heads, size), (keys, size), (keys, dim))
+    wide = torch.randn(total, sum(h * n for h, n in counts), dtype=dtype, device=device)
+    parts = wide.split([h * n for h, n in counts], -1)
+    made = [part.unflatten(-1, shape) for part, shape in zip(parts, counts, strict=True)]
+    bonus = torch.randn(heads, size, device=device) if case.get("bias", True) else None
+    state = torch.randn(num_slots, heads, size, dim, device=device)
+    return (*made, bonus, state, slots, query_start, has_history, case["decodes"]), {}
 
 
 WKV7 = [

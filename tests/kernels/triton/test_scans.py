@@ -27,7 +27,7 @@ from plait.ops.mlstm import mlstm_scan
 from plait.ops.registry import Op, OpFacts
 from plait.ops.rg_lru import rg_lru
 from plait.ops.ssm import gated_mamba1_scan, mamba1_scan
-from plait.ops.wkv import wkv4_scan, wkv7_scan
+from plait.ops.wkv import wkv4_scan, wkv6_scan, wkv7_scan
 from plait.runner.capture import StepCapture, capture_step, decode_batch
 from plait.state.store import StateStore
 from tests.families.oxidizr.oxidizr_checkpoint import golden
@@ -41,6 +41,7 @@ SCANS = [
     mamba3_scan,
     raw_mamba3_scan,
     rg_lru,
+    wkv6_scan,
     wkv7_scan,
     wkv4_scan,
     mlstm_scan,

@@ -1,7 +1,8 @@
-"""RWKV's recurrences. RWKV-4: sixteen channels at a time; RWKV-7: a thread takes one head of one sequence.
+"""RWKV's recurrences. RWKV-4: sixteen channels at a time; RWKV-6, 7: a thread takes one head of one sequence.
 
-state of RWKV-7   [key column][value column]   sixteen value columns are read over all key columns, then moved
-keys              [token][head] of key, unit key, its share, decay: made first, once for all value columns
+state of RWKV-6, 7   [key column][value column]   sixteen value columns at a time pass over all key columns
+keys of RWKV-7       [token][head] of key, unit key, its share, decay: made first, once for all value columns
+keys of RWKV-6       [token][head] of query, key, decay, and a number that the token's own value is read by
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from plait.kernels.cpu.pointwise.elementwise import native
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of, take_sequence
 from plait.kernels.cpu.runtime.row_checks import Sequences, TensorRows, dense, float32_rows
-from plait.ops.wkv import LEAST, RATE, UNIT_EPS, mix_shift, wkv4_scan, wkv7_scan
+from plait.ops.wkv import LEAST, RATE, UNIT_EPS, mix_shift, wkv4_scan, wkv6_scan, wkv7_scan
 
 CHANNELS = 64  # that one thread takes at a time
 
@@ -116,6 +117,93 @@ def _wkv4_scan(
     given = [word for x, r in zip((k, v), rows, strict=True) for word in (x, r.row_bytes)]
     words = (n, *given, decay, first, *held, *where.words, out)
     cpu.launch(wkv4_channels, *words, rows=count, seqs=len(slots))
+    return out
+
+
+@kernel
+def wkv6_keys(frame: int, args: int, thread: int, threads: int) -> None:
+    """heads, heads of keys, size; r, decay, k, each with row and head strides; bonus, or 0; made (dense: of
+    each head query, key, decay); own (dense)."""
+    heads, groups, n, rs, r_row, r_head, zs, z_row, z_head = words(args, 2, 11)
+    ks, k_row, k_head, bonus, made, own = words(args, 11, 17)
+    items, one, scale = rows_of(frame, args) * heads, spread(np.float32(1.0)), spread(np.float32(n**-0.5))
+    for i in range(items * thread // threads, items * (thread + 1) // threads):
+        t, h = i // heads, i % heads
+        r, z, k = rs + t * r_row + h * r_head, zs + t * z_row + h * z_head, ks + t * k_row
+        k, out, added = k + h // (heads // groups) * k_head, made + 12 * i * n, zero_f32()
+        for c in range(0, 4 * n, 64):
+            left = np.int32(n - c // 4)
+            query, key = load_some(r + c, left), load_some(k + c, left)
+            kept = _power(sub(zero_f32(), _power(load_some(z + c, left))))
+            if bonus == 0:  # the new state is read: what the last one leaves in it, and the token itself
+                key, query = mul(key, sub(one, kept)), mul(query, scale)
+                added = fma(query, key, added)
+                query = mul(query, kept)
+            else:
+                added = fma(mul(query, load_some(bonus + 4 * h * n + c, left)), key, added)
+            store_some(out + c, query, left)
+            store_some(out + 4 * n + c, key, left)
+            store_some(out + 8 * n + c, kept, left)
+        put_f32(own + 4 * i, total(added))
+
+
+@kernel
+def wkv6_heads(frame: int, args: int, thread: int, threads: int) -> None:
+    """heads, heads of keys, size of keys, of values; v, its row and head stride; made; own; state, its slot
+    stride; slots, query_start, has_history; out (dense)."""
+    heads, groups, n, size, vs, v_row, v_head, made, own = words(args, 2, 11)
+    state, slot_bytes, slots, starts, history, outs = words(args, 11, 17)
+    while True:
+        h, slot, past, first, tokens = take_sequence(frame, args, heads, (slots, starts, history))
+        if h < 0:
+            return
+        s = state + slot * slot_bytes + 4 * h * n * size
+        if past == 0:
+            for c in range(0, n * size, 16):
+                store_some(s + 4 * c, zero_f32(), np.int32(n * size - c))
+        for t in range(first, first + tokens):
+            v, i = vs + t * v_row + h // (heads // groups) * v_head, t * heads + h
+            key = made + 12 * i * n
+            for c in range(0, size, 16):
+                left = np.int32(size - c)
+                value = load_some(v + 4 * c, left)
+                y = mul(spread(get_f32(own + 4 * i)), value)
+                for j in range(n):
+                    at = s + 4 * (j * size + c)
+                    last = load_some(at, left)
+                    y = fma(spread(get_f32(key + 4 * j)), last, y)
+                    new = mul(spread(get_f32(key + 4 * (n + j))), value)
+                    store_some(at, fma(spread(get_f32(key + 4 * (2 * n + j))), last, new), left)
+                store_some(outs + 4 * (i * size + c), y, left)
+
+
+@wkv6_scan.variant("native", on="cpu", when=float32_rows, native=True)
+def _wkv6_scan(
+    cpu: Executor,
+    r: Tensor,
+    decay: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bonus: Tensor | None,
+    state: Tensor,
+    slots: Tensor,
+    query_start: Tensor,
+    has_history: Tensor,
+    num_decodes: int,
+) -> Tensor:
+    """`num_decodes` changes from step to step, and nothing here depends on it."""
+    (count, heads, n), (_, groups, size) = r.shape, v.shape
+    if decay.shape != r.shape or k.shape != (count, groups, n) or len(v) != count or heads % groups:
+        raise ShapeMismatch(f"WKV: {[list(x.shape) for x in (r, decay, k, v)]} do not fit")
+    if bonus is not None:
+        dense("bonus", bonus, heads, n)
+    dense("a slot's state", state[0], heads, n, size)
+    made, own, out = (cpu.empty(count, heads, *shape) for shape in ((3, n), (), (size,)))
+    given = [word for x in (r, decay, k) for word in (x, *TensorRows.of(x).strides)]
+    cpu.launch(wkv6_keys, heads, groups, n, *given, 0 if bonus is None else bonus, made, own, rows=count)
+    where = Sequences.of(slots, query_start, has_history)
+    moved = (v, *TensorRows.of(v).strides, made, own, state, 4 * state.stride(0))
+    cpu.launch(wkv6_heads, heads, groups, n, size, *moved, *where.words, out, rows=count, seqs=len(slots))
     return out
 
 

@@ -1,7 +1,8 @@
-"""RWKV's recurrences over a ragged batch, a launch each: of RWKV-4 (Peng et al. 2023) and RWKV-7 (2025).
+"""RWKV's recurrences over a ragged batch, a launch each: of RWKV-4 (Peng et al. 2023), 6 (2024) and 7 (2025).
 
-    RWKV-7      S ← w · S - (a κ) ⊗ (Sᵀ κ) + k̃ ⊗ v        y ← Sᵀ r        a program: a head's rows, BV columns
-    RWKV-4      a weighted mean of values, by channel                      a program: BN channels
+    RWKV-6      y ← Sᵀ r + (Σ r u k) v        S ← w · S + k ⊗ v           a program: a head's rows, BV columns
+    RWKV-7      S ← w · S - (a κ) ⊗ (Sᵀ κ) + k̃ ⊗ v       y ← Sᵀ r        a program: a head's rows, BV columns
+    RWKV-4      a weighted mean of values, by channel                     a program: BN channels
 
 Columns of a state meet nowhere, so each program walks the tokens of its sequence by itself. While it computes
 a token, the next one's loads are under way. Nothing that a program writes is read by another one. Every token
@@ -19,14 +20,64 @@ from torch import Tensor
 
 from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import KernelForm, with_float16, with_float32
-from plait.kernels.triton.maths import sigmoid
+from plait.kernels.triton.maths import one_minus_exp, sigmoid
 from plait.ops.launch import launch
-from plait.ops.wkv import RATE, UNIT_EPS, wkv4_scan, wkv7_scan
+from plait.ops.wkv import RATE, UNIT_EPS, wkv4_scan, wkv6_scan, wkv7_scan
 
 NAME = "triton"
 NUMBERS = 1024  # of a state in a program: 32 registers of a lane
 CHANNELS = 64  # of a program of RWKV-4
 LEAST: tl.constexpr = tl.constexpr(-1e38)  # the exponent of a sum of nothing
+
+
+@triton.jit
+def walk_wkv6(
+    r, decay, k, v, bonus, state, slots, query_start, has_history, y,
+    r_row, r_head, decay_row, decay_head, k_row, k_head, v_row, v_head, scale,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, BV: tl.constexpr,
+    BONUS: tl.constexpr,
+):  # fmt: skip
+    """r, decay: [T, H, D], k: [T, G, D], v: [T, G, V], bonus: [H, D], state: [slots, H, D, V] -> y [T, H, V].
+
+    Grid: (V / BV, H, S).
+    """
+    await_previous()
+    block, head, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i, j = tl.arange(0, DP), block * BV + tl.arange(0, BV)
+    oki, okj = i < D, j < V
+    first, end = tl.load(query_start + s).to(tl.int64), tl.load(query_start + s + 1).to(tl.int64)
+    slot, past = tl.load(slots + s).to(tl.int64), tl.load(has_history + s).to(tl.int32) != 0
+    rows = tl.where(past, D, 0)  # of the state that is there: a scalar joins no mask in the interpreter
+    at = state + ((slot * H + head) * D + i[:, None]) * V + j[None, :]
+    h = tl.load(at, mask=(i < rows)[:, None] & okj[None, :], other=0.0)
+    if BONUS:
+        own = tl.load(bonus + head * D + i, mask=oki, other=0.0)
+    rs, decays = r + head * r_head + i, decay + head * decay_head + i
+    ks, vs = k + head // (H // G) * k_head + i, v + head // (H // G) * v_head + j
+    row = tl.maximum(tl.minimum(first, end - 1), 0)  # of a sequence without rows some other one's
+    query = tl.load(rs + row * r_row, mask=oki, other=0.0)
+    step = tl.load(decays + row * decay_row, mask=oki, other=0.0)
+    key = tl.load(ks + row * k_row, mask=oki, other=0.0)
+    value = tl.load(vs + row * v_row, mask=okj, other=0.0)
+    for token in range(first, end):
+        row = token + tl.zeros([], tl.int64)
+        then = tl.minimum(row + 1, end - 1)
+        next_query = tl.load(rs + then * r_row, mask=oki, other=0.0)
+        next_step = tl.load(decays + then * decay_row, mask=oki, other=0.0)
+        next_key = tl.load(ks + then * k_row, mask=oki, other=0.0)
+        next_value = tl.load(vs + then * v_row, mask=okj, other=0.0)
+        a, b, u = query.to(tl.float32), key.to(tl.float32), value.to(tl.float32)
+        speed = -tl.exp(step.to(tl.float32))
+        kept = tl.exp(speed)
+        if BONUS:
+            out = tl.sum(h * a[:, None], 0) + tl.sum(a * own * b, 0) * u
+            h = h * kept[:, None] + b[:, None] * u[None, :]
+        else:
+            h = h * kept[:, None] + (b * one_minus_exp(speed))[:, None] * u[None, :]
+            out = tl.sum(h * (a * scale)[:, None], 0)
+        tl.store(y + (row * H + head) * V + j, out.to(y.dtype.element_ty), mask=okj)
+        query, step, key, value = next_query, next_step, next_key, next_value
+    tl.store(at, h, mask=oki[:, None] & okj[None, :])
 
 
 @triton.jit
@@ -129,6 +180,38 @@ def wkv7_constants(heads: int, dim: int) -> dict[str, int]:
     return {"H": heads, "D": dim, "DP": rows, "BV": min(rows, max(NUMBERS // rows, 4)), "num_warps": 1}
 
 
+def wkv6_constants(heads: int, groups: int, dim: int, width: int) -> dict[str, int]:
+    rows = triton.next_power_of_2(dim)
+    columns = min(triton.next_power_of_2(width), max(NUMBERS // rows, 4))
+    return {"H": heads, "G": groups, "D": dim, "V": width, "DP": rows, "BV": columns, "num_warps": 1}
+
+
+@wkv6_scan.variant(NAME, on="cuda")
+def scan_wkv6(
+    r: Tensor,
+    decay: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bonus: Tensor | None,
+    state: Tensor,
+    slots: Tensor,
+    query_start: Tensor,
+    has_history: Tensor,
+    num_decodes: int,
+) -> Tensor:
+    """`wkv6_scan`: the same arguments and result."""
+    r, decay, k, v = given = [m if m.stride(-1) == 1 else m.contiguous() for m in (r, decay, k, v)]
+    (tokens, heads, dim), (_, groups, width) = r.shape, v.shape
+    y, constants = v.new_empty(tokens, heads, width), wkv6_constants(heads, groups, dim, width)
+    if tokens:
+        launch(
+            walk_wkv6, (triton.cdiv(width, constants["BV"]), heads, len(slots)),
+            *given, state if bonus is None else bonus.contiguous(), state, slots, query_start, has_history, y,
+            *(n for m in given for n in m.stride()[:2]), dim**-0.5, BONUS=bonus is not None, **constants,
+        )  # fmt: skip
+    return y
+
+
 @wkv7_scan.variant(NAME, on="cuda")
 def scan_wkv7(
     r: Tensor,
@@ -182,6 +265,13 @@ def scan_wkv4(
 
 
 WHERE = {**dict.fromkeys(("slots", "query_start"), "i64*"), "has_history": "i1*"}
+WKV6_TYPES = {
+    **dict.fromkeys(("r", "decay", "k", "v", "y"), "bf16*"),
+    **dict.fromkeys(("bonus", "state"), "fp32*"),
+    **WHERE,
+    **dict.fromkeys((f"{name}_{of}" for name in ("r", "decay", "k", "v") for of in ("row", "head")), "i32!"),
+    "scale": "fp32",
+}
 WKV7_TYPES = {
     **dict.fromkeys(("r", "decay", "k", "v", "gate", "y"), "bf16*"),
     **dict.fromkeys(("scales", "state", "added"), "fp32*"),
@@ -202,11 +292,21 @@ WKV4_TYPES = {
 @with_float16
 @with_float32
 def forms() -> Iterator[KernelForm]:
-    """RWKV-7 "Goose" 2.9B and RWKV-4, in every step."""
+    """RWKV-7 "Goose" 2.9B, RWKV-6 "Finch" 7B, QRWKV6 32B and RWKV-4, in every step."""
     constants = wkv7_constants(40, 64)
     warps = constants.pop("num_warps")
     yield KernelForm(
         "walk_wkv7, 40 heads of 64", walk_wkv7, WKV7_TYPES, constants, warps,
         demands=(("LDG.128",), ("STG.128",)), max_registers=168,
     )  # fmt: skip
+    for name, sizes, bonus in (
+        ("64 heads of 64", (64, 64, 64), True),
+        ("40 heads of 128", (40, 8, 128), False),
+    ):
+        constants = wkv6_constants(*sizes, sizes[2]) | {"BONUS": bonus}
+        warps = constants.pop("num_warps")
+        yield KernelForm(
+            f"walk_wkv6, {name}", walk_wkv6, WKV6_TYPES, constants, warps,
+            demands=(("LDG.128",), ("STG.128",)), max_registers=168,
+        )  # fmt: skip
     yield KernelForm("walk_wkv4", walk_wkv4, WKV4_TYPES, {"BN": CHANNELS}, 1)
