@@ -154,6 +154,23 @@ class Wkv4Spec(Recurrent):
 
 
 @dataclass(frozen=True, slots=True)
+class Wkv6Spec(Recurrent):
+    """RWKV-6's time mixing (Peng et al. 2024): each key channel forgets at a rate that every token makes.
+
+    `ranks`: of what moves shares of the last token, and of what makes decays. `norm`: of each head's output;
+    None (QRWKV6): gated linear attention, of which a sigmoid is the gate. Key heads serve heads as in
+    attention.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    ranks: tuple[int, int]
+    norm: NormSpec | None
+
+
+@dataclass(frozen=True, slots=True)
 class Wkv7Spec(Recurrent):
     """RWKV-7's time mixing (Peng et al. 2025), a delta rule with a decay and a rate for each key channel.
 
@@ -169,7 +186,7 @@ class Wkv7Spec(Recurrent):
 
 @dataclass(frozen=True, slots=True)
 class ChannelMixSpec(Recurrent):
-    """RWKV's channel mixing: an MLP of relu², of a token and the last one; `gated` by a sigmoid (RWKV-4)."""
+    """RWKV's channel mixing: an MLP of relu², of a token and the last; `gated` by a sigmoid (RWKV-4, 6)."""
 
     size: int
     gated: bool = False

@@ -1,4 +1,4 @@
-"""RWKV's time mixing: of RWKV-4, an average for each channel, and of RWKV-7, a matrix for each head."""
+"""RWKV's time mixing: of RWKV-4, an average for each channel, and of RWKV-6 and 7, a matrix for each head."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 from plait.checkpoint.weights import Weights
 from plait.memory import SlotState, State
 from plait.model.layers.layers import Batch, Norm
-from plait.model.layers.token_shift import SHIFT, TokenShift
+from plait.model.layers.token_shift import SHIFT, MovedShift, TokenShift
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import activate, combine, gate, multiply, rescale, scale_rows
-from plait.ops.wkv import wkv4_scan, wkv7_scan
+from plait.ops.wkv import wkv4_scan, wkv6_scan, wkv7_scan
 from plait.partition import Cut, Division, Rank, join_ranges, scale_range, sum_of, width
-from plait.spec.recurrent import Wkv4Spec, Wkv7Spec
+from plait.spec.recurrent import Wkv4Spec, Wkv6Spec, Wkv7Spec
 from plait.state.store import StateStore
 
 FIRST = "values of the first layer"  # in `Batch.step`
@@ -52,6 +52,65 @@ class Wkv4:
         where = (batch.state_slots, batch.query_start, batch.has_history, batch.num_decodes)
         y = self._scan(self.k(to_k), self.v(to_v), self.decay, self.first, *states, *where)
         return self.out(self._gate(y, self.gate(to_gate)))
+
+
+def _words6(m: Wkv6Spec) -> str:
+    kind = "RWKV-6 time mixing" if m.norm else "gated linear attention with token shift"
+    return f"{kind}, {m.num_heads} heads × {m.key_dim}, {m.num_kv_heads} kv of {m.value_dim}"
+
+
+def _divide6(s: Wkv6Spec, rank: Rank, hidden_size: int) -> Division:
+    """Heads are divided, with all that is theirs; token shift is whole."""
+    heads = join_ranges(rank.divide(s.num_heads, "heads"))
+    kv = rank.divide_for_heads(s.num_kv_heads, s.num_heads, "key-value heads")
+    keys, values = Cut((scale_range(heads, s.key_dim),)), Cut((scale_range(heads, s.value_dim),))
+    cuts = dict.fromkeys(("r", "decay.up"), keys) | dict.fromkeys(("gate", "gated_norm"), values)
+    cuts |= {"bonus": Cut((heads,)), "k": Cut((scale_range(kv, s.key_dim),))}
+    cuts |= {"v": Cut((scale_range(kv, s.value_dim),))}
+    cuts["o"] = Cut(cols=sum_of(rank.divide(s.num_heads, "heads", s.value_dim)))
+    return Division(replace(s, num_heads=width(heads), num_kv_heads=width(kv)), cuts)
+
+
+@mixer(Wkv6Spec, _words6, _divide6)
+class Wkv6:
+    """`decay` has two linear layers, `down` and `up`. `bonus` [heads, key_dim]: of a token's own key."""
+
+    def __init__(self, s: Wkv6Spec, w: Weights) -> None:
+        self.spec, self.name, hidden = s, w.prefix, w.target.hidden_size
+        self.shift = MovedShift(w, s.ranks[0], "decay", "k", "v", "r", "gate")
+        keys, values = s.num_heads * s.key_dim, s.num_heads * s.value_dim
+        sizes = {
+            "r": keys,
+            "k": s.num_kv_heads * s.key_dim,
+            "v": s.num_kv_heads * s.value_dim,
+            "gate": values,
+        }
+        self.r, self.k, self.v, self.gate = (
+            w.linear(name, in_size=hidden, out_sizes=(size,)) for name, size in sizes.items()
+        )
+        self.narrow = w.scope("decay").linear("down", in_size=hidden, out_sizes=(s.ranks[1],))
+        self.widen = w.scope("decay").linear("up", in_size=s.ranks[1], out_sizes=(keys,))
+        self.out = w.linear("o", in_size=values, out_sizes=(hidden,))
+        self.bonus = w.tensor("bonus", (s.num_heads, s.key_dim), torch.float32) if s.norm else None
+        self.norm = Norm(s.norm, w.scope("gated_norm"), values, s.num_heads) if s.norm else None
+        self._scan = w.bind(wkv6_scan, heads=s.num_heads, dim=s.value_dim, key_dim=s.key_dim)
+        self._tanh, self._silu = w.bind(rescale), w.bind(activate, kind="silu", gated=False)
+        self._gate, self._multiply = w.bind(gate), w.bind(multiply)
+        kept = {"memory": ((s.num_heads, s.key_dim, s.value_dim), "float32"), SHIFT: self.shift.shape}
+        self.states: dict[str, State] = {self.name: SlotState(kept)}
+
+    def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
+        """x: [T, hidden] -> [T, hidden]."""
+        state, (keys, values) = store[self.name], ((-1, self.spec.key_dim), (-1, self.spec.value_dim))
+        to_decay, to_k, to_v, to_r, to_gate = self.shift(x, batch, state)
+        decay = self.widen(self._tanh(self.narrow(to_decay), 1.0, 1.0)).unflatten(-1, keys)
+        r, k, v = self.r(to_r).unflatten(-1, keys), self.k(to_k).unflatten(-1, keys), self.v(to_v)
+        where = (batch.state_slots, batch.query_start, batch.has_history, batch.num_decodes)
+        y = self._scan(r, decay, k, v.unflatten(-1, values), self.bonus, state["memory"], *where).flatten(1)
+        if self.norm is None:
+            return self.out(self._gate(y, self.gate(to_gate)))
+        closing = self._silu(self.gate(to_gate), "silu", False)
+        return self.out(self._multiply(self.norm(y), closing))
 
 
 def _words7(m: Wkv7Spec) -> str:
