@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from plait.checkpoint.names import Back, Derived, NameMap, Rules, Source
@@ -146,7 +147,7 @@ def _gguf_names(c: Config) -> Rules:
     for ours, theirs in (("r", "receptance"), ("k", "key"), ("v", "value"), ("o", "output")):
         names[f"{MIX}.{ours}"] = f"{mix}_{theirs}"
     for n, ours in enumerate(("r", "decay", "k", "v", "rate", "gate")):
-        names[f"{MIX}.shift.{ours}"] = _pick_share(n, f"{mix}_lerp_fused.weight")
+        names[f"{MIX}.shift.{ours}"] = pick_share(n, (6, 1, 1, -1), f"{mix}_lerp_fused.weight")
     for ours, theirs in (("decay", "w"), ("rate", "a"), ("share", "v"), ("gate", "g")):
         names[f"{MIX}.{ours}.up.bias"] = flat(f"{mix}_{theirs}0.weight")
         names[f"{MIX}.{ours}.down"] = f"{mix}_{theirs}1"
@@ -156,13 +157,16 @@ def _gguf_names(c: Config) -> Rules:
     return names
 
 
-def _pick_share(n: int, source: str) -> Derived:
-    """One of six vectors that the file has in one tensor, [6, 1, 1, hidden]."""
+def pick_share(n: int, shape: tuple[int, ...], source: str) -> Derived:
+    """One of several vectors that the file has in one tensor of this shape, as [6, 1, 1, -1] are six."""
 
     def picked(w: Stored, **_: str) -> Tensor:
-        return as_tensor(w).reshape(6, -1)[n].float()
+        return as_tensor(w).reshape(shape[0], -1)[n].float()
 
-    return Derived(picked, (source,))
+    def joined(*vectors: Tensor) -> Tensor:
+        return torch.stack(vectors).view(shape)
+
+    return Derived(picked, (source,), (Back(at=n, of=shape[0], join=joined),))
 
 
 @gguf_arch("rwkv7", "RWKV7ForCausalLM", names=_gguf_names)

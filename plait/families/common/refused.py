@@ -47,7 +47,7 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
         *("Qwen3DSparkModel", "Lfm2DSparkDraftModel", "LingDSparkModel", "Gemma4DSparkModel"),
         "DeepseekV4DSparkModel",
     ),
-    "its layers are RWKV-5 or RWKV-6, and RWKV-4 and RWKV-7 are implemented": ("rwkv5", "rwkv6"),
+    "its layers are RWKV-5, and RWKV-4, RWKV-6 and RWKV-7 are implemented": ("rwkv5",),
     "it reads bytes in patches of varying size, which is not implemented": ("blt",),
     "random rotations, drawn anew for every call, decide which tokens see each other, so one text has no one "
     "answer, and what a token sees depends on later ones, too": ("reformer",),

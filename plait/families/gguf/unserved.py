@@ -17,7 +17,7 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
     DRAFTER: ("dflash", "gemma4-assistant"),
     AUDIO: ("pockettts", "qwen3tts", "wavtokenizer-dec"),
     IMAGE: ("clip",),
-    "its layers are RWKV-6, and RWKV-4 and RWKV-7 are implemented": ("rwkv6", "rwkv6qwen2"),
+    "its layers of RWKV-6 are followed by Qwen2's feed-forward, which is not implemented": ("rwkv6qwen2",),
     "its layers of RWKV-7 are followed by Qwen2's feed-forward, which is not implemented": ("arwkv7",),
     "a router chooses among adapters for each token, which is not implemented": ("graniteswitch",),
     "it is a file of bitnet.cpp, which packs weights in a type of its own (I2_S)": (
