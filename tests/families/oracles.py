@@ -15,6 +15,7 @@ from tests.families import (
     minicpm_sala_oracle,
     plamo2_oracle,
     plamo3_oracle,
+    rwkv6_oracle,
     rwkv7_oracle,
     sambay_oracle,
 )
@@ -32,6 +33,8 @@ ORACLES: Mapping[str, tuple[Config, Callable[[Config], dict[str, Tensor]]]] = {
     "minicpm_sala": (minicpm_sala_oracle.CONFIG, minicpm_sala_oracle.checkpoint),
     "plamo2": (plamo2_oracle.CONFIG, plamo2_oracle.checkpoint),
     "plamo3": (plamo3_oracle.CONFIG, plamo3_oracle.checkpoint),
+    "rwkv6": (rwkv6_oracle.PUBLISHED, rwkv6_oracle.checkpoint),
+    "rwkv6_fla": (rwkv6_oracle.FLA, rwkv6_oracle.checkpoint),
     "rwkv7": (rwkv7_oracle.CONFIG, rwkv7_oracle.checkpoint),
     "sambay": (sambay_oracle.CONFIG, sambay_oracle.checkpoint),
     **{name: (family.config, family.checkpoint) for name, family in CODED.items()},

@@ -153,6 +153,18 @@ RECURRENT: Mapping[str, Config] = {
     ),
     "wkv4": make_config("RwkvForCausalLM", "rwkv", hidden_size=30, attention_hidden_size=40),
     "mlstm": make_config("xLSTMForCausalLM", "xlstm", num_heads=2, ffn_round_up_to_multiple_of=20),
+    "wkv6": make_config(
+        "RWKV6ForCausalLM",
+        "rwkv6",
+        hidden_size=40,
+        num_heads=4,
+        expand_k=0.5,
+        hidden_act="sqrelu",
+        proj_low_rank_dim=5,
+        gate_low_rank_dim=7,
+        norm_eps=1e-5,
+        tie_word_embeddings=False,
+    ),
     "rwkv7": make_config(
         "RWKV7ForCausalLM",
         "rwkv7",

@@ -101,9 +101,10 @@ POINTERS = {
 @with_float16
 @with_float32
 def forms() -> Iterator[KernelForm]:
-    """What mixers of RWKV-4 and RWKV-7 launch: steps of decodes, and steps with prompts."""
+    """What mixers of RWKV-4, RWKV-6 and RWKV-7 launch: steps of decodes, and steps with prompts."""
     taps = torch.empty(4096, 2, device="meta")
-    for shares, mixer in ((6, "time mixing of RWKV-7"), (1, "its channel mixing")):
+    mixers = ((7, "time mixing of RWKV-6"), (6, "time mixing of RWKV-7"), (1, "its channel mixing"))
+    for shares, mixer in mixers:
         for step, one_each in (("decodes", True), ("prompts", False)):
             constants = _constants(taps, shares, one_each)
             warps, name = constants.pop("num_warps"), f"shift_tokens, {mixer}, {step}"
