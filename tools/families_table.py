@@ -199,8 +199,8 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Hymba", "Mamba1 and GQA in one, local and global, MLP", ("hymba",)),
     ("Phi-4-mini-flash (SambaY)", "Mamba1, memory units, differential GQA, MLP", ("phi4flash",)),
     (
-        "RWKV-4 · RWKV-6 · RWKV-7",
-        "WKV by channel · by head · generalized delta rule, channel mixing",
+        "RWKV-4 · RWKV-6 · RWKV-7 · as GGUF QRWKV6, ARWKV-7",
+        "WKV by channel · by head · generalized delta rule, channel mixing or MLP",
         ("rwkv", "rwkv6", "RWKV6ForCausalLM", "rwkv7"),
     ),
     ("Jet-Nemotron", "JetBlock, GQA, local and global, MLP", ("jet_nemotron",)),

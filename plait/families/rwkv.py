@@ -10,7 +10,7 @@ from plait.errors import UnsupportedModel
 from plait.families.common.detection import Detection, Marker
 from plait.families.common.recipes import Stored, flat, negative_exp, unused_patterns
 from plait.families.common.registry import family
-from plait.families.common.spec_builders import model, norm, require
+from plait.families.common.spec_builders import mlp, model, norm, require
 from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch
@@ -20,6 +20,7 @@ from plait.spec.recurrent import ChannelMixSpec, Wkv4Spec, Wkv7Spec
 
 MIX, FFN = "layers.{i}.mix", "layers.{i}.ffn"
 L4, L7 = "rwkv.blocks.{i}", "model.layers.{i}"
+ARWKV = "arwkv7"  # Qwen2 with RWKV-7's time mixing
 LN_OUT = 1e-5  # eps of RWKV-4's last norm, whatever layer_norm_epsilon says
 
 
@@ -89,17 +90,30 @@ def _infer_sizes(t: Tensors) -> None:
 )
 def rwkv7(c: Config) -> tuple[ModelSpec, NameMap]:
     """RWKV-7 (Goose) in the layout of flash-linear-attention, as its checkpoints are published."""
+    if c.get("gguf_architecture") == ARWKV:
+        return _arwkv7(c), NameMap({})
     require(c, "RWKV-7", norm_first=(True,), norm_bias=(True,), hidden_act=("relu2",), attn=({},))
-    hidden, dim, count, each = c["hidden_size"], c["head_dim"], c["num_hidden_layers"], norm(c, "layer")
+    dim, each = c["head_dim"], norm(c, "layer")
+    ffn = BranchSpec("ffn", ChannelMixSpec(c.get("intermediate_size") or 4 * c["hidden_size"]), each)
+    mixers = _mixers7(c, NormSpec(dim * c["norm_eps"], "layer"))
+    spec = model(c, "rwkv7", [(BranchSpec("mix", m, each), ffn) for m in mixers], embed_norm=each, norm=each)
+    return spec, NameMap(_names7(c["hidden_size"] // dim), ignored=unused_patterns(c))
+
+
+def _mixers7(c: Config, heads: NormSpec | None) -> list[Wkv7Spec]:
+    hidden, dim = c["hidden_size"], c["head_dim"]
     if dim < 1 or hidden % dim:
         raise UnsupportedModel(f"hidden_size {hidden} is not a multiple of head_dim {dim}")
-    three = (c["decay_low_rank_dim"], c["a_low_rank_dim"], c["gate_low_rank_dim"])
-    heads = NormSpec(dim * c["norm_eps"], "layer")
-    ffn = BranchSpec("ffn", ChannelMixSpec(c.get("intermediate_size") or 4 * hidden), each)
-    ranks = [(*three, c["v_low_rank_dim"] if i else None) for i in range(count)]
-    layers = [(BranchSpec("mix", Wkv7Spec(hidden // dim, dim, r, heads), each), ffn) for r in ranks]
-    spec = model(c, "rwkv7", layers, embed_norm=each, norm=each)
-    return spec, NameMap(_names7(hidden // dim), ignored=unused_patterns(c))
+    three = (c["decay_low_rank_dim"], c["a_low_rank_dim"], c["gate_low_rank_dim"] or None)
+    ranks = [(*three, c["v_low_rank_dim"] if i else None) for i in range(c["num_hidden_layers"])]
+    return [Wkv7Spec(hidden // dim, dim, r, heads) for r in ranks]
+
+
+def _arwkv7(c: Config) -> ModelSpec:
+    """Its time mixing instead of Qwen2's attention, often without gate and norm. Only GGUF has it."""
+    mixers, each = _mixers7(c, NormSpec(64e-5, "layer") if c["has_head_norm"] else None), norm(c)
+    ffn = BranchSpec("ffn", mlp(c), each)
+    return model(c, ARWKV, [(BranchSpec("mix", mixer, each), ffn) for mixer in mixers])
 
 
 def _names7(heads: int) -> Rules:
@@ -133,21 +147,26 @@ def _split_heads(heads: int, source: str) -> Derived:
 
 
 def _gguf_names(c: Config) -> Rules:
-    """llama.cpp's names. All shares of the last token are in one tensor; a bias is a weight of its own."""
-    b, mix = "blk.{i}", "blk.{i}.time_mix"
-    heads = c["hidden_size"] // c["head_dim"]
-    names: dict[str, Source | tuple[Source, ...]] = {
+    b = "blk.{i}"
+    return {
         "embed.norm": "token_embd_norm",
         f"{FFN}.norm": f"{b}.attn_norm_2",
         f"{FFN}.k": f"{b}.channel_mix_key",
         f"{FFN}.v": f"{b}.channel_mix_value",
         f"{FFN}.shift.k": flat(f"{b}.channel_mix_lerp_k.weight"),
-        f"{MIX}.gated_norm": f"{mix}_ln",
+        **_gguf_mixing(c),
     }
+
+
+def _gguf_mixing(c: Config) -> Rules:
+    """llama.cpp's names. All shares of the last token are in one tensor; a bias is a weight of its own."""
+    mix, heads = "blk.{i}.time_mix", c["hidden_size"] // c["head_dim"]
+    names: dict[str, Source | tuple[Source, ...]] = {f"{MIX}.gated_norm": f"{mix}_ln"}
     for ours, theirs in (("r", "receptance"), ("k", "key"), ("v", "value"), ("o", "output")):
         names[f"{MIX}.{ours}"] = f"{mix}_{theirs}"
-    for n, ours in enumerate(("r", "decay", "k", "v", "rate", "gate")):
-        names[f"{MIX}.shift.{ours}"] = pick_share(n, (6, 1, 1, -1), f"{mix}_lerp_fused.weight")
+    shifted = ("r", "decay", "k", "v", "rate", *(("gate",) if c["gate_low_rank_dim"] else ()))
+    for n, ours in enumerate(shifted):
+        names[f"{MIX}.shift.{ours}"] = pick_share(n, (len(shifted), 1, 1, -1), f"{mix}_lerp_fused.weight")
     for ours, theirs in (("decay", "w"), ("rate", "a"), ("share", "v"), ("gate", "g")):
         names[f"{MIX}.{ours}.up.bias"] = flat(f"{mix}_{theirs}0.weight")
         names[f"{MIX}.{ours}.down"] = f"{mix}_{theirs}1"
@@ -178,3 +197,12 @@ def _rwkv7_gguf(m: Metadata) -> None:
     for key, theirs in {"head_dim": "wkv.head_size", **keys}.items():
         if (value := m.values.get(theirs)) is not None:
             m.put(key, value, f"{FILE} {m.prefix}{theirs}")
+
+
+@gguf_arch(ARWKV, "RWKV7ForCausalLM", names=_gguf_mixing, constants={"hidden_act": "silu"}, is_written=False)
+def _arwkv7_gguf(m: Metadata) -> None:
+    """Gate and norm are there if their tensors are."""
+    _rwkv7_gguf(m)
+    m.put("has_head_norm", any(m.layers("time_mix_ln.weight")), "tensors time_mix_ln")
+    if not any(m.layers("time_mix_g1.weight")):
+        m.put("gate_low_rank_dim", 0, "tensors time_mix_g1, of which there is none")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,7 @@ from plait.errors import UnsupportedModel
 from plait.families.common.detection import Detection, Marker
 from plait.families.common.recipes import Stored, flat, reorder_rows, turn, unused_patterns
 from plait.families.common.registry import family
-from plait.families.common.spec_builders import model, norm, require
+from plait.families.common.spec_builders import mlp, model, norm, require
 from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch
@@ -19,6 +21,7 @@ from plait.quant.weight import as_tensor
 from plait.spec.model import BranchSpec, ModelSpec, NormSpec
 from plait.spec.recurrent import ChannelMixSpec, Wkv6Spec
 
+QRWKV = "rwkv6qwen2"  # Qwen2 with RWKV-6's time mixing
 SHIFTED = ("decay", "k", "v", "r", "gate")  # in the order of published files, and of GGUF
 LETTERS = ("w", "k", "v", "r", "g")
 FLA = torch.tensor([1, 2, 3, 0, 4])  # where each of these is in files of flash-linear-attention
@@ -42,6 +45,8 @@ def rwkv6(c: Config) -> tuple[ModelSpec, NameMap]:
 
     Files of GGUF are made for halved x: what is added is then doubled as often, and norms have 4 times eps.
     """
+    if c.get("gguf_architecture") == QRWKV:
+        return _qrwkv6(c), NameMap({})
     mix, ffn, is_gguf = _time_mixing(c), ChannelMixSpec(_inner_size(c), gated=True), "gguf_architecture" in c
     every = c.get("rescale_every") if is_gguf else None
 
@@ -74,6 +79,16 @@ def _time_mixing(c: Config) -> Wkv6Spec:
     decays = c.get("time_decay_extra_dim") or (128 if is_wide else 64)
     heads = NormSpec(HEAD_EPS * c["head_size_divisor"] ** 2, "layer")
     return Wkv6Spec(size // dim, size // dim, dim, dim, (shares, decays), heads)
+
+
+def _qrwkv6(c: Config) -> ModelSpec:
+    """Gated linear attention with its token shift and decays instead of Qwen2's. Only GGUF has it."""
+    own, each = _time_mixing(c), norm(c)
+    kv = c.get("num_key_value_heads") or own.num_heads
+    if own.num_heads % kv:
+        raise UnsupportedModel(f"{own.num_heads} heads cannot share {kv} key-value heads equally")
+    mix = BranchSpec("mix", replace(own, num_kv_heads=kv, norm=None), each)
+    return model(c, QRWKV, [(mix, BranchSpec("ffn", mlp(c), each))] * c["num_hidden_layers"])
 
 
 def _names() -> Rules:
@@ -193,7 +208,7 @@ def _matrices_of_columns(source: str) -> Derived:
     return Derived(apart, (source,), (Back(joined),))
 
 
-def gguf_mixing(mix: str) -> dict[str, Source | tuple[Source, ...]]:
+def _gguf_mixing(mix: str) -> dict[str, Source | tuple[Source, ...]]:
     """Time mixing under llama.cpp's names. Shares of the last token are in one tensor, or each in its own."""
     names: dict[str, Source | tuple[Source, ...]] = {
         f"{MIX}.{ours}": f"{mix}_{theirs}" for ours, theirs in LINEARS.items()
@@ -223,11 +238,11 @@ def _gguf_names(c: Config) -> Rules:
         f"{FFN}.gate": f"{b}.channel_mix_receptance",
         f"{FFN}.shift.k": flat(f"{b}.channel_mix_lerp_k.weight"),
         f"{FFN}.shift.gate": flat(f"{b}.channel_mix_lerp_r.weight"),
-        **gguf_mixing(f"{b}.time_mix"),
+        **_gguf_mixing(f"{b}.time_mix"),
     }
 
 
-def read_keys(m: Metadata) -> None:
+def _read_keys(m: Metadata) -> None:
     """The file says that there are 0 attention heads."""
     m.put("num_attention_heads", None, f"{FILE} {m.prefix}attention.head_count")
     for key, theirs in KEYS.items():
@@ -235,4 +250,11 @@ def read_keys(m: Metadata) -> None:
             m.put(key, value, f"{FILE} {m.prefix}{theirs}")
 
 
-gguf_arch("rwkv6", "Rwkv6ForCausalLM", names=_gguf_names)(read_keys)
+def _qrwkv_names(c: Config) -> Rules:
+    return _gguf_mixing("blk.{i}.time_mix")
+
+
+gguf_arch("rwkv6", "Rwkv6ForCausalLM", names=_gguf_names)(_read_keys)
+gguf_arch(QRWKV, "Rwkv6ForCausalLM", names=_qrwkv_names, constants={"hidden_act": "silu"}, is_written=False)(
+    _read_keys
+)

@@ -175,13 +175,13 @@ class Wkv7Spec(Recurrent):
     """RWKV-7's time mixing (Peng et al. 2025), a delta rule with a decay and a rate for each key channel.
 
     `ranks`: of what makes decay, rate and gate, and of what mixes values with those of the first layer; None
-    there: this is the first layer. `norm`: of each head's output.
+    there: this is the first layer. `norm`: of each head's output. ARWKV-7 has neither norm nor gate.
     """
 
     num_heads: int
     head_dim: int
-    ranks: tuple[int, int, int, int | None]
-    norm: NormSpec
+    ranks: tuple[int, int, int | None, int | None]
+    norm: NormSpec | None
 
 
 @dataclass(frozen=True, slots=True)

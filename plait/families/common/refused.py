@@ -48,6 +48,9 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
         "DeepseekV4DSparkModel",
     ),
     "its layers are RWKV-5, and RWKV-4, RWKV-6 and RWKV-7 are implemented": ("rwkv5",),
+    "it is served from GGUF alone, and llama.cpp's converter writes that": (
+        *("rwkv6qwen2", "RWKV6Qwen2ForCausalLM", "rwkv_hybrid", "RwkvHybridForCausalLM"),
+    ),
     "it reads bytes in patches of varying size, which is not implemented": ("blt",),
     "random rotations, drawn anew for every call, decide which tokens see each other, so one text has no one "
     "answer, and what a token sees depends on later ones, too": ("reformer",),

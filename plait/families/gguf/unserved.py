@@ -17,8 +17,6 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
     DRAFTER: ("dflash", "gemma4-assistant"),
     AUDIO: ("pockettts", "qwen3tts", "wavtokenizer-dec"),
     IMAGE: ("clip",),
-    "its layers of RWKV-6 are followed by Qwen2's feed-forward, which is not implemented": ("rwkv6qwen2",),
-    "its layers of RWKV-7 are followed by Qwen2's feed-forward, which is not implemented": ("arwkv7",),
     "a router chooses among adapters for each token, which is not implemented": ("graniteswitch",),
     "it is a file of bitnet.cpp, which packs weights in a type of its own (I2_S)": (
         "bitnet-b1.58",

@@ -138,7 +138,7 @@ class Wkv7:
     def __init__(self, s: Wkv7Spec, w: Weights) -> None:
         self.spec, self.name, size = s, w.prefix, s.num_heads * s.head_dim
         hidden = w.target.hidden_size
-        self.shift = TokenShift(w, "r", "decay", "k", "v", "rate", "gate")
+        self.shift = TokenShift(w, "r", "decay", "k", "v", "rate", *(["gate"] if s.ranks[2] else []))
         self.r, self.k, self.v = (w.linear(x, in_size=hidden, out_sizes=(size,)) for x in "rkv")
         self.out = w.linear("o", in_size=size, out_sizes=(hidden,))
         self._low = {
@@ -151,7 +151,7 @@ class Wkv7:
         }
         each = (s.num_heads, s.head_dim)
         self.scales = torch.stack([w.tensor(x, each, torch.float32) for x in ("long", "less", "bonus")])
-        self.norm = Norm(s.norm, w.scope("gated_norm"), size, s.num_heads)
+        self.norm = Norm(s.norm, w.scope("gated_norm"), size, s.num_heads) if s.norm else None
         self._scan = w.bind(wkv7_scan, heads=s.num_heads, dim=s.head_dim)
         self._sigmoid, self._rescale = w.bind(activate, kind="sigmoid", gated=False), w.bind(rescale)
         self._combine, self._gate, self._multiply = w.bind(combine), w.bind(gate), w.bind(multiply)
@@ -162,7 +162,7 @@ class Wkv7:
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden] -> [T, hidden]."""
         state, heads = store[self.name], (self.spec.num_heads, -1)
-        to_r, to_decay, to_k, to_v, to_rate, to_gate = self.shift(x, batch, state)
+        to_r, to_decay, to_k, to_v, to_rate, *to_gate = self.shift(x, batch, state)
         narrow, widen = self._low["decay"]
         decay = widen(self._rescale(narrow(to_decay), 1.0, 1.0))  # a tanh between
         v = self._mix_values(self.v(to_v), to_v, batch)
@@ -171,9 +171,11 @@ class Wkv7:
         apart = [part.unflatten(-1, heads) for part in parts]
         y, bonus = self._scan(*apart, self.scales, state["memory"], *where)
         own = self._scale_rows(apart[3], bonus).flatten(1)
-        y = self._combine(self.norm(y.flatten(1)), own, 1.0)
-        narrow, widen = self._low["gate"]
-        return self.out(self._multiply(y, widen(self._sigmoid(narrow(to_gate), "sigmoid", False))))
+        y = self._combine(self.norm(y.flatten(1)) if self.norm else y.flatten(1), own, 1.0)
+        if to_gate:
+            narrow, widen = self._low["gate"]
+            y = self._multiply(y, widen(self._sigmoid(narrow(to_gate[0]), "sigmoid", False)))
+        return self.out(y)
 
     def _project(self, name: str, x: Tensor) -> Tensor:
         narrow, widen = self._low[name]
