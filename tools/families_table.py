@@ -199,9 +199,9 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Hymba", "Mamba1 and GQA in one, local and global, MLP", ("hymba",)),
     ("Phi-4-mini-flash (SambaY)", "Mamba1, memory units, differential GQA, MLP", ("phi4flash",)),
     (
-        "RWKV-4 · RWKV-6 · RWKV-7 · as GGUF QRWKV6, ARWKV-7",
+        "RWKV-4 · RWKV-5, RWKV-6 · RWKV-7 · as GGUF QRWKV6, ARWKV-7",
         "WKV by channel · by head · generalized delta rule, channel mixing or MLP",
-        ("rwkv", "rwkv6", "RWKV6ForCausalLM", "rwkv7"),
+        ("rwkv", "rwkv5", "rwkv6", "RWKV6ForCausalLM", "rwkv7"),
     ),
     ("Jet-Nemotron", "JetBlock, GQA, local and global, MLP", ("jet_nemotron",)),
     ("Doge (dense, up to keep_window_size)", "attention with a bias for each key, MLP", ("doge",)),
@@ -226,7 +226,8 @@ OTHER_TESTS: Mapping[str, tuple[bool, bool, bool]] = {  # Hugging Face files, GG
     "minicpm_sala": (True, False, True),  # test_minicpm_sala
     "hymba": (True, False, True),  # test_hymba
     "phi4flash": (True, False, True),  # test_sambay
-    "rwkv6": (True, True, False),  # test_rwkv6
+    "rwkv5": (True, False, False),  # test_rwkv6
+    "rwkv6": (True, True, False),
     "RWKV6ForCausalLM": (True, False, True),
     "rwkv7": (True, True, True),  # test_rwkv7
     "mimo_v2": (True, True, False),  # test_mimo, gguf/test_recorded

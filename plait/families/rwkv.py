@@ -44,8 +44,10 @@ def rwkv(c: Config) -> tuple[ModelSpec, NameMap]:
         "head": "head",
         f"{MIX}.norm": f"{L4}.ln1",
         f"{FFN}.norm": f"{L4}.ln2",
-        **_mixes4(MIX, f"{L4}.attention", {"k": "key", "v": "value", "gate": "receptance", "o": "output"}),
-        **_mixes4(FFN, f"{L4}.feed_forward", {"k": "key", "v": "value", "gate": "receptance"}),
+        **static_mixes(
+            MIX, f"{L4}.attention", {"k": "key", "v": "value", "gate": "receptance", "o": "output"}
+        ),
+        **static_mixes(FFN, f"{L4}.feed_forward", {"k": "key", "v": "value", "gate": "receptance"}),
         f"{MIX}.decay": negative_exp(f"{L4}.attention.time_decay"),
         f"{MIX}.first": f"{L4}.attention.time_first",
     }
@@ -55,8 +57,9 @@ def rwkv(c: Config) -> tuple[ModelSpec, NameMap]:
     return spec, NameMap(names, ignored=unused_patterns(c, *tied))
 
 
-def _mixes4(ours: str, theirs: str, linears: dict[str, str]) -> Rules:
-    shifted = {x: name for x, name in linears.items() if x in ("k", "v", "gate")}
+def static_mixes(ours: str, theirs: str, linears: dict[str, str]) -> Rules:
+    """Linear layers of RWKV-4 and 5, and the shares of the last token of those that read two."""
+    shifted = {x: name for x, name in linears.items() if x != "o" and (x, ours) != ("v", FFN)}
     return {
         **{f"{ours}.{x}.weight": f"{theirs}.{name}.weight" for x, name in linears.items()},
         **{f"{ours}.shift.{x}": _share_of_last(f"{theirs}.time_mix_{name}") for x, name in shifted.items()},

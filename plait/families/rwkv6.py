@@ -1,4 +1,4 @@
-"""RWKV-6 (Finch): as published, in the layout of flash-linear-attention, and as GGUF."""
+"""RWKV-5 (Eagle) as published; RWKV-6 (Finch), also in flash-linear-attention's layout, and as GGUF."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from plait.families.common.spec_builders import mlp, model, norm, require
 from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch
-from plait.families.rwkv import FFN, L4, L7, LN_OUT, MIX, pick_share
+from plait.families.rwkv import FFN, L4, L7, LN_OUT, MIX, pick_share, static_mixes
 from plait.quant.weight import as_tensor
 from plait.spec.model import BranchSpec, ModelSpec, NormSpec
 from plait.spec.recurrent import ChannelMixSpec, Wkv6Spec
@@ -26,6 +26,7 @@ SHIFTED = ("decay", "k", "v", "r", "gate")  # in the order of published files, a
 LETTERS = ("w", "k", "v", "r", "g")
 FLA = torch.tensor([1, 2, 3, 0, 4])  # where each of these is in files of flash-linear-attention
 LINEARS = {"r": "receptance", "k": "key", "v": "value", "gate": "gate", "o": "output"}
+CHANNEL = {"k": "key", "v": "value", "gate": "receptance"}
 HEAD_EPS = 1e-5  # times the square of head_size_divisor, whatever layer_norm_epsilon says
 KEYS = {
     "head_size": "wkv.head_size",
@@ -66,6 +67,29 @@ def rwkv6(c: Config) -> tuple[ModelSpec, NameMap]:
     return spec, NameMap(_names(), ignored=unused_patterns(c, *tied))
 
 
+@family(
+    "Rwkv5ForCausalLM",
+    model_types=("rwkv5",),
+    defaults={"norm_eps": 1e-5, "head_size": 64, "head_size_divisor": 8, "tie_word_embeddings": False},
+    saved_as=("RwkvForCausalLM",),
+)
+def rwkv5(c: Config) -> tuple[ModelSpec, NameMap]:
+    """RWKV-6 with shares and decays that are weights. It has been published under RWKV-4's class, too."""
+    mix, each = replace(_time_mixing(c), ranks=None), norm(c, "layer")
+    ffn = ChannelMixSpec(_inner_size(c), gated=True)
+    layer = (BranchSpec("mix", mix, each), BranchSpec("ffn", ffn, each))
+    tied = (r"^head\.weight$",) if c["tie_word_embeddings"] else ()
+    last = NormSpec(LN_OUT, "layer")
+    spec = model(c, "rwkv5", [layer] * c["num_hidden_layers"], embed_norm=each, norm=last)
+    names = {
+        **_ends(),
+        **static_mixes(MIX, f"{L4}.attention", LINEARS),
+        **static_mixes(FFN, f"{L4}.feed_forward", CHANNEL),
+        f"{MIX}.decay": f"{L4}.attention.time_decay",
+    }
+    return spec, NameMap(names, ignored=unused_patterns(c, *tied))
+
+
 def _inner_size(c: Config) -> int:
     return int(c.get("intermediate_size") or int(c["hidden_size"] * 3.5) // 32 * 32)
 
@@ -91,8 +115,8 @@ def _qrwkv6(c: Config) -> ModelSpec:
     return model(c, QRWKV, [(mix, BranchSpec("ffn", mlp(c), each))] * c["num_hidden_layers"])
 
 
-def _names() -> Rules:
-    mix, ffn = f"{L4}.attention", f"{L4}.feed_forward"
+def _ends() -> Rules:
+    """What RWKV-5 and 6 have in common: norms, and what a head adds of its own token."""
     return {
         "embed": "rwkv.embeddings",
         "embed.norm": "rwkv.blocks.0.pre_ln",
@@ -100,11 +124,17 @@ def _names() -> Rules:
         "head": "head",
         f"{MIX}.norm": f"{L4}.ln1",
         f"{FFN}.norm": f"{L4}.ln2",
+        f"{MIX}.bonus": f"{L4}.attention.time_faaaa",
+        f"{MIX}.gated_norm": f"{L4}.attention.ln_x",
+    }
+
+
+def _names() -> Rules:
+    mix, ffn = f"{L4}.attention", f"{L4}.feed_forward"
+    return {
+        **_ends(),
         **{f"{MIX}.{ours}": f"{mix}.{theirs}" for ours, theirs in LINEARS.items()},
-        **{
-            f"{FFN}.{ours}": f"{ffn}.{LINEARS['r' if ours == 'gate' else ours]}"
-            for ours in ("k", "v", "gate")
-        },
+        **{f"{FFN}.{ours}": f"{ffn}.{theirs}" for ours, theirs in CHANNEL.items()},
         f"{FFN}.shift.k": _channels(f"{ffn}.time_maa_k"),
         f"{FFN}.shift.gate": _channels(f"{ffn}.time_maa_r"),
         f"{MIX}.shift.x": _channels(f"{mix}.time_maa_x"),
@@ -117,8 +147,6 @@ def _names() -> Rules:
         f"{MIX}.decay.down.weight": turn(f"{mix}.time_decay_w1"),
         f"{MIX}.decay.up.weight": turn(f"{mix}.time_decay_w2"),
         f"{MIX}.decay.up.bias": _channels(f"{mix}.time_decay"),
-        f"{MIX}.bonus": f"{mix}.time_faaaa",
-        f"{MIX}.gated_norm": f"{mix}.ln_x",
     }
 
 

@@ -157,16 +157,16 @@ class Wkv4Spec(Recurrent):
 class Wkv6Spec(Recurrent):
     """RWKV-6's time mixing (Peng et al. 2024): each key channel forgets at a rate that every token makes.
 
-    `ranks`: of what moves shares of the last token, and of what makes decays. `norm`: of each head's output;
-    None (QRWKV6): gated linear attention, of which a sigmoid is the gate. Key heads serve heads as in
-    attention.
+    `ranks`: of what moves shares of the last token, and of what makes decays; None (RWKV-5): both are
+    weights. `norm`: of each head's output; None (QRWKV6): gated linear attention, of which a sigmoid is the
+    gate. Key heads serve heads as in attention.
     """
 
     num_heads: int
     num_kv_heads: int
     key_dim: int
     value_dim: int
-    ranks: tuple[int, int]
+    ranks: tuple[int, int] | None
     norm: NormSpec | None
 
 

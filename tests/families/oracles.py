@@ -33,6 +33,7 @@ ORACLES: Mapping[str, tuple[Config, Callable[[Config], dict[str, Tensor]]]] = {
     "minicpm_sala": (minicpm_sala_oracle.CONFIG, minicpm_sala_oracle.checkpoint),
     "plamo2": (plamo2_oracle.CONFIG, plamo2_oracle.checkpoint),
     "plamo3": (plamo3_oracle.CONFIG, plamo3_oracle.checkpoint),
+    "rwkv5": (rwkv6_oracle.FIVE, rwkv6_oracle.checkpoint),
     "rwkv6": (rwkv6_oracle.PUBLISHED, rwkv6_oracle.checkpoint),
     "rwkv6_fla": (rwkv6_oracle.FLA, rwkv6_oracle.checkpoint),
     "rwkv7": (rwkv7_oracle.CONFIG, rwkv7_oracle.checkpoint),

@@ -30,6 +30,12 @@ PUBLISHED: Config = {
     "tie_word_embeddings": False,
     "use_cache": True,
 }
+FIVE: Config = {
+    **PUBLISHED,
+    "architectures": ["RwkvForCausalLM"],
+    "model_type": "rwkv5",
+    "model_version": "5_2",
+}
 FLA: Config = {
     "architectures": ["RWKV6ForCausalLM"],
     "model_type": "rwkv6",
@@ -92,6 +98,11 @@ def _layer_shapes(c: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
     for name, size in (("attn_norm", n), ("ffn_norm", n), ("attn.g_norm", values)):
         for end in ("weight", "bias"):
             yield f"{NAMES[name] if own else name}.{end}", (size,)
+    if c["model_type"] == "rwkv5":
+        mixed = [f"attention.time_mix_{x}" for x in ("key", "value", "receptance", "gate")]
+        yield from _vectors([*mixed, *(f"feed_forward.time_mix_{x}" for x in ("key", "receptance"))], 1, 1, n)
+        yield from _vectors([f"attention.time_{x}" for x in ("decay", "faaaa")], heads, keys // heads)
+        return
     if own:
         yield from _vectors([f"attention.time_maa_{x}" for x in "xwkvrg"], 1, 1, n)
         yield from _vectors([f"feed_forward.time_maa_{x}" for x in "kr"], 1, 1, n)
@@ -157,6 +168,24 @@ def _recur(r: Tensor, k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor) -> Ten
     return torch.stack(ys)
 
 
+def _shared(x: Tensor, t: Tensors, name: str) -> Tensor:
+    """What RWKV-5 stores is the share of the token itself."""
+    share, last = t[name][0, 0], torch.cat([torch.zeros_like(x[:1]), x[:-1]])
+    return x * share + last * (1 - share)
+
+
+def _moved(x: Tensor, t: Tensors, at: str) -> tuple[Tensor, ...]:
+    """RWKV-6's decays before exponentials, and what keys, values, receptances and gates are made of."""
+    change = _change(x)
+    low = torch.tanh((x + change * t[f"{at}.time_maa_x"][0, 0]) @ t[f"{at}.time_maa_w1"])
+    moved = torch.bmm(low.view(len(x), 5, -1).transpose(0, 1), t[f"{at}.time_maa_w2"])
+    w, *others = (
+        x + change * (t[f"{at}.time_maa_{z}"][0, 0] + m) for z, m in zip("wkvrg", moved, strict=True)
+    )
+    w = t[f"{at}.time_decay"][0] + torch.tanh(w @ t[f"{at}.time_decay_w1"]) @ t[f"{at}.time_decay_w2"]
+    return w, *others
+
+
 def _published_logits(c: Config, t: Tensors, ids: Tensor, halves: int) -> Tensor:
     eps, size = c["layer_norm_epsilon"], c["head_size"]
     every = halves or c["num_hidden_layers"] + 1
@@ -164,13 +193,11 @@ def _published_logits(c: Config, t: Tensors, ids: Tensor, halves: int) -> Tensor
     for i in range(c["num_hidden_layers"]):
         at = f"rwkv.blocks.{i}.attention"
         h = _norm(x, t, f"rwkv.blocks.{i}.ln1", eps)
-        xx = _change(h)
-        low = torch.tanh((h + xx * t[f"{at}.time_maa_x"][0, 0]) @ t[f"{at}.time_maa_w1"])
-        moved = torch.bmm(low.view(len(ids), 5, -1).transpose(0, 1), t[f"{at}.time_maa_w2"])
-        w, k, v, r, g = (
-            h + xx * (t[f"{at}.time_maa_{z}"][0, 0] + m) for z, m in zip("wkvrg", moved, strict=True)
-        )
-        w = t[f"{at}.time_decay"][0] + torch.tanh(w @ t[f"{at}.time_decay_w1"]) @ t[f"{at}.time_decay_w2"]
+        if c["model_type"] == "rwkv5":
+            k, v, r, g = (_shared(h, t, f"{at}.time_mix_{z}") for z in ("key", "value", "receptance", "gate"))
+            w = t[f"{at}.time_decay"].expand(len(ids), -1, -1).flatten(1)
+        else:
+            w, k, v, r, g = _moved(h, t, at)
         linear = {"receptance": r, "key": k, "value": v}
         r, k, v = ((y @ t[f"{at}.{name}.weight"].T).unflatten(1, (-1, size)) for name, y in linear.items())
         y = _recur(r, k, v, w.unflatten(1, (-1, size)), t[f"{at}.time_faaaa"]).flatten(1)
@@ -180,7 +207,10 @@ def _published_logits(c: Config, t: Tensors, ids: Tensor, halves: int) -> Tensor
         x = x + y / 2 ** (i // every)
         at = f"rwkv.blocks.{i}.feed_forward"
         h = _norm(x, t, f"rwkv.blocks.{i}.ln2", eps)
-        k, r = (h + _change(h) * t[f"{at}.time_maa_{z}"][0, 0] for z in "kr")
+        if c["model_type"] == "rwkv5":
+            k, r = (_shared(h, t, f"{at}.time_mix_{z}") for z in ("key", "receptance"))
+        else:
+            k, r = (h + _change(h) * t[f"{at}.time_maa_{z}"][0, 0] for z in "kr")
         y = (k @ t[f"{at}.key.weight"].T).relu().square() @ t[f"{at}.value.weight"].T
         x = x + torch.sigmoid(r @ t[f"{at}.receptance.weight"].T) * y / 2 ** (i // every)
         x = x / 2 if (i + 1) % every == 0 else x

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from tests.families.parity import Memory, check_description, decoder, in_pieces, resolved, whole, worst
-from tests.families.rwkv6_oracle import FLA, PUBLISHED, checkpoint, logits
+from tests.families.rwkv6_oracle import FIVE, FLA, PUBLISHED, checkpoint, logits
 
 IDS = [torch.randint(0, 97, (n,), generator=torch.Generator().manual_seed(7)) for n in (23, 17)]
 
 
-@pytest.mark.parametrize("config", [PUBLISHED, FLA], ids=["published", "flash-linear-attention"])
+@pytest.mark.parametrize("config", [PUBLISHED, FLA, FIVE], ids=["published", "fla", "RWKV-5"])
 def test_logits_are_those_of_the_description(config: dict[str, Any]) -> None:
     tensors = checkpoint(config)
     check_description(config, tensors, [logits(config, tensors, ids) for ids in IDS], IDS)

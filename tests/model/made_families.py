@@ -19,6 +19,7 @@ from tests.families.ling_oracle import CONFIG as LING
 from tests.families.minicpm_sala_oracle import CONFIG as SALA
 from tests.families.plamo2_oracle import CONFIG as PLAMO2
 from tests.families.plamo3_oracle import CONFIG as PLAMO3
+from tests.families.rwkv6_oracle import FIVE as RWKV5
 from tests.families.rwkv6_oracle import FLA as RWKV6_FLA
 from tests.families.rwkv6_oracle import PUBLISHED as RWKV6
 from tests.families.rwkv7_oracle import CONFIG as RWKV7
@@ -44,6 +45,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "minicpm_sala": {**SALA, "lightning_nh": 4, "lightning_nkv": 4},
     "plamo2": {**PLAMO2, "mamba_num_heads": 8},
     "plamo3": {**PLAMO3, "num_attention_heads": 8},
+    "rwkv5": {**RWKV5, "hidden_size": 40, "attention_hidden_size": 40},
     "rwkv6": {**RWKV6, "hidden_size": 40, "attention_hidden_size": 40},
     "rwkv6_fla": {**RWKV6_FLA, "hidden_size": 40, "num_heads": 4},
     "rwkv7": {**RWKV7, "hidden_size": 40},

@@ -47,7 +47,6 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
         *("Qwen3DSparkModel", "Lfm2DSparkDraftModel", "LingDSparkModel", "Gemma4DSparkModel"),
         "DeepseekV4DSparkModel",
     ),
-    "its layers are RWKV-5, and RWKV-4, RWKV-6 and RWKV-7 are implemented": ("rwkv5",),
     "it is served from GGUF alone, and llama.cpp's converter writes that": (
         *("rwkv6qwen2", "RWKV6Qwen2ForCausalLM", "rwkv_hybrid", "RwkvHybridForCausalLM"),
     ),

@@ -55,7 +55,7 @@ class Wkv4:
 
 
 def _words6(m: Wkv6Spec) -> str:
-    kind = "RWKV-6 time mixing" if m.norm else "gated linear attention with token shift"
+    kind = f"RWKV-{6 if m.ranks else 5} time mixing" if m.norm else "gated linear attention with token shift"
     return f"{kind}, {m.num_heads} heads × {m.key_dim}, {m.num_kv_heads} kv of {m.value_dim}"
 
 
@@ -64,8 +64,9 @@ def _divide6(s: Wkv6Spec, rank: Rank, hidden_size: int) -> Division:
     heads = join_ranges(rank.divide(s.num_heads, "heads"))
     kv = rank.divide_for_heads(s.num_kv_heads, s.num_heads, "key-value heads")
     keys, values = Cut((scale_range(heads, s.key_dim),)), Cut((scale_range(heads, s.value_dim),))
-    cuts = dict.fromkeys(("r", "decay.up"), keys) | dict.fromkeys(("gate", "gated_norm"), values)
-    cuts |= {"bonus": Cut((heads,)), "k": Cut((scale_range(kv, s.key_dim),))}
+    cuts = {"r": keys, "gate": values, "gated_norm": values, "bonus": Cut((heads,))}
+    cuts |= {"decay.up": keys} if s.ranks else {"decay": Cut((heads,))}
+    cuts |= {"k": Cut((scale_range(kv, s.key_dim),))}
     cuts |= {"v": Cut((scale_range(kv, s.value_dim),))}
     cuts["o"] = Cut(cols=sum_of(rank.divide(s.num_heads, "heads", s.value_dim)))
     return Division(replace(s, num_heads=width(heads), num_kv_heads=width(kv)), cuts)
@@ -73,11 +74,12 @@ def _divide6(s: Wkv6Spec, rank: Rank, hidden_size: int) -> Division:
 
 @mixer(Wkv6Spec, _words6, _divide6)
 class Wkv6:
-    """`decay` has two linear layers, `down` and `up`. `bonus` [heads, key_dim]: of a token's own key."""
+    """`bonus` [heads, key_dim]: of a token's key. `decay`: its like, or two linear layers, `down` and `up`."""
 
     def __init__(self, s: Wkv6Spec, w: Weights) -> None:
         self.spec, self.name, hidden = s, w.prefix, w.target.hidden_size
-        self.shift = MovedShift(w, s.ranks[0], "decay", "k", "v", "r", "gate")
+        inputs = ("k", "v", "r", "gate")
+        self.shift = MovedShift(w, s.ranks[0], "decay", *inputs) if s.ranks else TokenShift(w, *inputs)
         keys, values = s.num_heads * s.key_dim, s.num_heads * s.value_dim
         sizes = {
             "r": keys,
@@ -88,8 +90,12 @@ class Wkv6:
         self.r, self.k, self.v, self.gate = (
             w.linear(name, in_size=hidden, out_sizes=(size,)) for name, size in sizes.items()
         )
-        self.narrow = w.scope("decay").linear("down", in_size=hidden, out_sizes=(s.ranks[1],))
-        self.widen = w.scope("decay").linear("up", in_size=s.ranks[1], out_sizes=(keys,))
+        if s.ranks:
+            low, rank = w.scope("decay"), s.ranks[1]
+            narrow = low.linear("down", in_size=hidden, out_sizes=(rank,))
+            self._low = narrow, low.linear("up", in_size=rank, out_sizes=(keys,))
+        else:
+            self.decay = w.tensor("decay", (s.num_heads, s.key_dim), torch.float32)
         self.out = w.linear("o", in_size=values, out_sizes=(hidden,))
         self.bonus = w.tensor("bonus", (s.num_heads, s.key_dim), torch.float32) if s.norm else None
         self.norm = Norm(s.norm, w.scope("gated_norm"), values, s.num_heads) if s.norm else None
@@ -102,8 +108,8 @@ class Wkv6:
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden] -> [T, hidden]."""
         state, (keys, values) = store[self.name], ((-1, self.spec.key_dim), (-1, self.spec.value_dim))
-        to_decay, to_k, to_v, to_r, to_gate = self.shift(x, batch, state)
-        decay = self.widen(self._tanh(self.narrow(to_decay), 1.0, 1.0)).unflatten(-1, keys)
+        *to_decay, to_k, to_v, to_r, to_gate = self.shift(x, batch, state)
+        decay = self._make_decays(*to_decay) if to_decay else self.decay.expand(len(x), -1, -1)
         r, k, v = self.r(to_r).unflatten(-1, keys), self.k(to_k).unflatten(-1, keys), self.v(to_v)
         where = (batch.state_slots, batch.query_start, batch.has_history, batch.num_decodes)
         y = self._scan(r, decay, k, v.unflatten(-1, values), self.bonus, state["memory"], *where).flatten(1)
@@ -111,6 +117,12 @@ class Wkv6:
             return self.out(self._gate(y, self.gate(to_gate)))
         closing = self._silu(self.gate(to_gate), "silu", False)
         return self.out(self._multiply(self.norm(y), closing))
+
+    def _make_decays(self, x: Tensor) -> Tensor:
+        """x: [T, hidden] -> [T, heads, key_dim]."""
+        narrow, widen = self._low
+        made: Tensor = widen(self._tanh(narrow(x), 1.0, 1.0)).unflatten(-1, (-1, self.spec.key_dim))
+        return made
 
 
 def _words7(m: Wkv7Spec) -> str:

@@ -221,7 +221,7 @@ FAMILIES: dict[str, list[Form]] = {
     "DiffLlama": [Form(TURNS)],
     "Doge (dense, up to keep_window_size)": [Form(TURNS)],
     "Jet-Nemotron": [Form(TURNS)],
-    "RWKV-4 · RWKV-6 · RWKV-7 · as GGUF QRWKV6, ARWKV-7": [PLAIN, Form(TURNS)],
+    "RWKV-4 · RWKV-5, RWKV-6 · RWKV-7 · as GGUF QRWKV6, ARWKV-7": [PLAIN, Form(TURNS)],
     "Step 3.5, text of 3.7": [Form(TURNS)],
     "ZAYA1": [Form(TURNS)],
     "Ministral 3, Devstral 2": [

@@ -292,21 +292,22 @@ WKV4_TYPES = {
 @with_float16
 @with_float32
 def forms() -> Iterator[KernelForm]:
-    """RWKV-7 "Goose" 2.9B, RWKV-6 "Finch" 7B, QRWKV6 32B and RWKV-4, in every step."""
+    """RWKV-7 "Goose" 2.9B, RWKV-6 "Finch" 7B, RWKV-5 "Eagle" 7B, QRWKV6 32B and RWKV-4, in every step."""
     constants = wkv7_constants(40, 64)
     warps = constants.pop("num_warps")
     yield KernelForm(
         "walk_wkv7, 40 heads of 64", walk_wkv7, WKV7_TYPES, constants, warps,
         demands=(("LDG.128",), ("STG.128",)), max_registers=168,
     )  # fmt: skip
-    for name, sizes, bonus in (
-        ("64 heads of 64", (64, 64, 64), True),
-        ("40 heads of 128", (40, 8, 128), False),
+    for name, (heads, groups, dim), types, bonus in (
+        ("64 heads of 64", (64, 64, 64), {}, True),
+        ("decays of weights", (64, 64, 64), {"decay": "fp32*"}, True),
+        ("40 heads of 128", (40, 8, 128), {}, False),
     ):
-        constants = wkv6_constants(*sizes, sizes[2]) | {"BONUS": bonus}
+        constants = wkv6_constants(heads, groups, dim, dim) | {"BONUS": bonus}
         warps = constants.pop("num_warps")
         yield KernelForm(
-            f"walk_wkv6, {name}", walk_wkv6, WKV6_TYPES, constants, warps,
+            f"walk_wkv6, {name}", walk_wkv6, WKV6_TYPES | types, constants, warps,
             demands=(("LDG.128",), ("STG.128",)), max_registers=168,
         )  # fmt: skip
     yield KernelForm("walk_wkv4", walk_wkv4, WKV4_TYPES, {"BN": CHANNELS}, 1)
