@@ -8,6 +8,7 @@ from torch import Tensor
 from plait.checkpoint.names import Back, Derived, NameMap, Rules, Source
 from plait.errors import UnsupportedModel
 from plait.families.common.detection import Detection, Marker
+from plait.families.common.hf_config import HfConfig, Values
 from plait.families.common.recipes import Stored, flat, negative_exp, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import mlp, model, norm, require
@@ -18,6 +19,7 @@ from plait.quant.weight import as_tensor
 from plait.spec.model import BranchSpec, ModelSpec, NormSpec
 from plait.spec.recurrent import ChannelMixSpec, Wkv4Spec, Wkv7Spec
 
+PUBLISHED = HfConfig(words={"norm_eps": "layer_norm_epsilon"}, attends=False)
 MIX, FFN = "layers.{i}.mix", "layers.{i}.ffn"
 L4, L7 = "rwkv.blocks.{i}", "model.layers.{i}"
 ARWKV = "arwkv7"  # Qwen2 with RWKV-7's time mixing
@@ -28,6 +30,7 @@ LN_OUT = 1e-5  # eps of RWKV-4's last norm, whatever layer_norm_epsilon says
     "RwkvForCausalLM",
     model_types=("rwkv",),
     defaults={"norm_eps": 1e-5, "tie_word_embeddings": False, "rescale_every": 6},
+    hf=PUBLISHED,
 )
 def rwkv(c: Config) -> tuple[ModelSpec, NameMap]:
     """RWKV-4. transformers halves x every `rescale_every` layers: of what is not, norms have 4 times eps."""
@@ -84,12 +87,22 @@ def _infer_sizes(t: Tensors) -> None:
             t.size(f"{key}_low_rank_dim", found_rank[1][0], found_rank)
 
 
+def _fla_words(c: Config, spec: ModelSpec) -> Values:
+    """What flash-linear-attention has words of its own for."""
+    heads = {"head_dim": c["head_dim"]} if spec.family == "rwkv7" else {"model_type": spec.family}
+    return {"hidden_act": "sqrelu", **heads}
+
+
+FLA = HfConfig(words={"norm_eps": "norm_eps"}, attends=False, extra=_fla_words)
+
+
 @family(
     *("RWKV7ForCausalLM", "Rwkv7ForCausalLM"),
     model_types=("rwkv7",),
     defaults={"norm_eps": 1e-5, "head_dim": 64, "tie_word_embeddings": False, "hidden_act": "relu2"}
     | {"decay_low_rank_dim": 64, "gate_low_rank_dim": 128, "a_low_rank_dim": 64, "v_low_rank_dim": 32},
     detection=Detection(markers=(Marker(("attn.r_k", "attn.x_r"), order=14),), sizes=_infer_sizes),
+    hf=FLA,
 )
 def rwkv7(c: Config) -> tuple[ModelSpec, NameMap]:
     """RWKV-7 (Goose) in the layout of flash-linear-attention, as its checkpoints are published."""
@@ -132,21 +145,33 @@ def _names7(heads: int) -> Rules:
         f"{FFN}.v": f"{L7}.ffn.value",
         f"{FFN}.shift.k": flat(f"{L7}.ffn.x_k"),
         **{f"{MIX}.{x}": f"{mix}.{x}_proj" for x in "rkvo"},
-        **{f"{MIX}.shift.{x}": flat(f"{mix}.x_{low.get(x, x)}") for x in ("r", "decay", "k", "rate", "gate")},
-        f"{MIX}.shift.v": flat(f"{mix}.x_v"),
+        **{
+            f"{MIX}.shift.{x}": channels(f"{mix}.x_{low.get(x, x)}")
+            for x in ("r", "decay", "k", "rate", "gate")
+        },
+        f"{MIX}.shift.v": channels(f"{mix}.x_v"),
         f"{MIX}.gated_norm": f"{mix}.g_norm",
     }
     for ours, theirs in low.items():
         names |= {f"{MIX}.{ours}.{x}": f"{mix}.{theirs}_lora.lora.{n}" for x, n in (("down", 0), ("up", 2))}
-    parts = (("long", "k_k"), ("less", "k_a"), ("bonus", "r_k"))
-    return {**names, **{f"{MIX}.{ours}": _split_heads(heads, f"{mix}.{theirs}") for ours, theirs in parts}}
+    parts = {
+        ours: _split_heads(heads, f"{mix}.{theirs}") for ours, theirs in (("long", "k_k"), ("less", "k_a"))
+    }
+    return {**names, **{f"{MIX}.{ours}": w for ours, w in parts.items()}, f"{MIX}.bonus": f"{mix}.r_k"}
+
+
+def channels(source: str) -> Derived:
+    """One number per channel, which files have as [1, 1, channels]."""
+    return Derived(lambda w, **_: as_tensor(w).flatten(), (source,), (Back(lambda w: w.view(1, 1, -1)),))
 
 
 def _split_heads(heads: int, source: str) -> Derived:
+    """[heads, d] of a vector."""
+
     def apart(w: Stored, **_: str) -> Tensor:
         return as_tensor(w).view(heads, -1)
 
-    return Derived(apart, (source,))
+    return Derived(apart, (source,), (Back(lambda w: w.flatten()),))
 
 
 def _gguf_names(c: Config) -> Rules:

@@ -16,7 +16,7 @@ from plait.families.common.spec_builders import mlp, model, norm, require
 from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch
-from plait.families.rwkv import FFN, L4, L7, LN_OUT, MIX, pick_share, static_mixes
+from plait.families.rwkv import FFN, FLA, L4, L7, LN_OUT, MIX, PUBLISHED, channels, pick_share, static_mixes
 from plait.quant.weight import as_tensor
 from plait.spec.model import BranchSpec, ModelSpec, NormSpec
 from plait.spec.recurrent import ChannelMixSpec, Wkv6Spec
@@ -24,7 +24,7 @@ from plait.spec.recurrent import ChannelMixSpec, Wkv6Spec
 QRWKV = "rwkv6qwen2"  # Qwen2 with RWKV-6's time mixing
 SHIFTED = ("decay", "k", "v", "r", "gate")  # in the order of published files, and of GGUF
 LETTERS = ("w", "k", "v", "r", "g")
-FLA = torch.tensor([1, 2, 3, 0, 4])  # where each of these is in files of flash-linear-attention
+PLACES = torch.tensor([1, 2, 3, 0, 4])  # where each of these is in files of flash-linear-attention
 LINEARS = {"r": "receptance", "k": "key", "v": "value", "gate": "gate", "o": "output"}
 CHANNEL = {"k": "key", "v": "value", "gate": "receptance"}
 HEAD_EPS = 1e-5  # times the square of head_size_divisor, whatever layer_norm_epsilon says
@@ -40,6 +40,7 @@ KEYS = {
     "Rwkv6ForCausalLM",
     model_types=("rwkv6",),
     defaults={"norm_eps": 1e-5, "head_size": 64, "head_size_divisor": 8, "tie_word_embeddings": False},
+    hf=PUBLISHED,
 )
 def rwkv6(c: Config) -> tuple[ModelSpec, NameMap]:
     """As published. In half precision that code halves x every `rescale_every` layers, which is no change.
@@ -72,6 +73,7 @@ def rwkv6(c: Config) -> tuple[ModelSpec, NameMap]:
     model_types=("rwkv5",),
     defaults={"norm_eps": 1e-5, "head_size": 64, "head_size_divisor": 8, "tie_word_embeddings": False},
     saved_as=("RwkvForCausalLM",),
+    hf=PUBLISHED,
 )
 def rwkv5(c: Config) -> tuple[ModelSpec, NameMap]:
     """RWKV-6 with shares and decays that are weights. It has been published under RWKV-4's class, too."""
@@ -135,24 +137,19 @@ def _names() -> Rules:
         **_ends(),
         **{f"{MIX}.{ours}": f"{mix}.{theirs}" for ours, theirs in LINEARS.items()},
         **{f"{FFN}.{ours}": f"{ffn}.{theirs}" for ours, theirs in CHANNEL.items()},
-        f"{FFN}.shift.k": _channels(f"{ffn}.time_maa_k"),
-        f"{FFN}.shift.gate": _channels(f"{ffn}.time_maa_r"),
-        f"{MIX}.shift.x": _channels(f"{mix}.time_maa_x"),
+        f"{FFN}.shift.k": channels(f"{ffn}.time_maa_k"),
+        f"{FFN}.shift.gate": channels(f"{ffn}.time_maa_r"),
+        f"{MIX}.shift.x": channels(f"{mix}.time_maa_x"),
         **{
-            f"{MIX}.shift.{ours}": _channels(f"{mix}.time_maa_{x}")
+            f"{MIX}.shift.{ours}": channels(f"{mix}.time_maa_{x}")
             for ours, x in zip(SHIFTED, LETTERS, strict=True)
         },
         f"{MIX}.shift.down.weight": turn(f"{mix}.time_maa_w1"),
         f"{MIX}.shift.up": _turn_each(f"{mix}.time_maa_w2"),
         f"{MIX}.decay.down.weight": turn(f"{mix}.time_decay_w1"),
         f"{MIX}.decay.up.weight": turn(f"{mix}.time_decay_w2"),
-        f"{MIX}.decay.up.bias": _channels(f"{mix}.time_decay"),
+        f"{MIX}.decay.up.bias": channels(f"{mix}.time_decay"),
     }
-
-
-def _channels(source: str) -> Derived:
-    """One number per channel, which files have as [1, 1, channels]."""
-    return Derived(lambda w, **_: as_tensor(w).flatten(), (source,), (Back(lambda w: w.view(1, 1, -1)),))
 
 
 def _turn_each(source: str) -> Derived:
@@ -176,6 +173,7 @@ def _infer_sizes(t: Tensors) -> None:
     defaults={"norm_eps": 1e-5, "num_heads": 4, "expand_k": 0.5, "expand_v": 1.0, "hidden_ratio": 3.5}
     | {"proj_low_rank_dim": 32, "gate_low_rank_dim": 64, "hidden_act": "relu2", "tie_word_embeddings": False},
     detection=Detection(markers=(Marker(("attn.x_bias", "attn.bonus"), order=14),), sizes=_infer_sizes),
+    hf=FLA,
 )
 def rwkv6_fla(c: Config) -> tuple[ModelSpec, NameMap]:
     """The same in the layout of flash-linear-attention, where keys and values may differ in width."""
@@ -196,7 +194,7 @@ def rwkv6_fla(c: Config) -> tuple[ModelSpec, NameMap]:
 
 def _fla_names(rank: int) -> Rules:
     mix, ffn = f"{L7}.attn", f"{L7}.ffn"
-    rows = (FLA[:, None] * rank + torch.arange(rank)).flatten()
+    rows = (PLACES[:, None] * rank + torch.arange(rank)).flatten()
     names: dict[str, Source | tuple[Source, ...]] = {
         "embed": "model.embeddings",
         "embed.norm": "model.layers.0.pre_norm",
@@ -219,7 +217,7 @@ def _fla_names(rank: int) -> Rules:
         f"{MIX}.shift.down.weight": reorder_rows(rows, f"{mix}.x_proj.0.linear.weight"),
         f"{MIX}.shift.up": _matrices_of_columns(f"{mix}.x_proj.2.weight"),
     }
-    biases = zip(SHIFTED, FLA.tolist(), strict=True)
+    biases = zip(SHIFTED, PLACES.tolist(), strict=True)
     return names | {f"{MIX}.shift.{x}": pick_share(n, (5, -1), f"{mix}.x_bias") for x, n in biases}
 
 
@@ -227,11 +225,11 @@ def _matrices_of_columns(source: str) -> Derived:
     """Five matrices [hidden, rank] that are stored side by side."""
 
     def apart(w: Stored, **_: str) -> Tensor:
-        found: Tensor = as_tensor(w).unflatten(1, (5, -1)).transpose(0, 1)[FLA].contiguous()
+        found: Tensor = as_tensor(w).unflatten(1, (5, -1)).transpose(0, 1)[PLACES].contiguous()
         return found
 
     def joined(w: Tensor) -> Tensor:
-        return w[FLA.argsort()].transpose(0, 1).flatten(1)
+        return w[PLACES.argsort()].transpose(0, 1).flatten(1)
 
     return Derived(apart, (source,), (Back(joined),))
 

@@ -22,7 +22,15 @@ from plait.spec.model import (
     ParallelSpec,
     RopeSpec,
 )
-from plait.spec.recurrent import DeltaNetSpec, LightningSpec, Mamba1Spec, ShortConvSpec
+from plait.spec.recurrent import (
+    ChannelMixSpec,
+    DeltaNetSpec,
+    LightningSpec,
+    Mamba1Spec,
+    ShortConvSpec,
+    Wkv6Spec,
+    Wkv7Spec,
+)
 
 Values = dict[str, Any]
 SOFTMAX, SIGMOID = 1, 2  # expert_gating_func
@@ -350,6 +358,24 @@ def _neox_keys(spec: ModelSpec) -> Values:
     return {"use_parallel_residual": any(isinstance(b.mixer, ParallelSpec) for _, b in spec.branches())}
 
 
+def _rwkv6(spec: ModelSpec) -> Values:
+    mixer = next(spec.mixers_of(Wkv6Spec))
+    shares, decays = mixer.ranks or (0, 0)
+    values = {"time_mix_extra_dim": shares, "time_decay_extra_dim": decays, "rescale_every_n_layers": 0}
+    return {**values, "wkv.head_size": mixer.key_dim, **_channel_mixing(spec)}
+
+
+def _rwkv7(spec: ModelSpec) -> Values:
+    mixer = list(spec.mixers_of(Wkv7Spec))[-1]  # the first one has no share of values
+    words = ("decay", "iclr", "gate", "value_residual_mix")
+    ranks = {f"attention.{word}_lora_rank": n or 0 for word, n in zip(words, mixer.ranks, strict=True)}
+    return {**ranks, "wkv.head_size": mixer.head_dim, **_channel_mixing(spec)}
+
+
+def _channel_mixing(spec: ModelSpec) -> Values:
+    return {"feed_forward_length": next(spec.mixers_of(ChannelMixSpec)).size}
+
+
 _PARTICULARS: Mapping[str, Callable[[ModelSpec], Values]] = MappingProxyType(
     {
         **dict.fromkeys(("granitehybrid", "granite", "granitemoe"), _granite),
@@ -364,5 +390,7 @@ _PARTICULARS: Mapping[str, Callable[[ModelSpec], Values]] = MappingProxyType(
         "plamo2": _plamo2,
         "minicpm3": _minicpm3,
         "ernie4_5-moe": _ernie_moe,
+        "rwkv6": _rwkv6,
+        "rwkv7": _rwkv7,
     }
 )

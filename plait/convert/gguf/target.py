@@ -30,7 +30,7 @@ from plait.families.gguf.names import gguf_names
 from plait.families.resolve import resolve
 from plait.ops.rope import frequencies
 from plait.spec.model import AttentionSpec, Mamba2Spec, MlaSpec, ModelSpec, MoeSpec, RopeSpec
-from plait.spec.recurrent import DeltaNetSpec
+from plait.spec.recurrent import DeltaNetSpec, Wkv7Spec
 
 log = logging.getLogger("plait")
 _MAX_DIMS = 4  # of GGUF's tensors
@@ -193,7 +193,7 @@ def _shape(made: Made, spec: ModelSpec, arch: str) -> tuple[int, ...]:
 
 
 def _extra(spec: ModelSpec) -> dict[str, Tensor]:
-    """Divisors of rotary frequencies, where the scaling is none that the metadata can name."""
+    """Divisors of rotary frequencies, where no key can name the scaling, and what RWKV-7 does not read."""
     ropes = [m.rope for m in spec.mixers_of(AttentionSpec) if m.rope]
     for rope in ropes:
         kind = rope.scaling.get("rope_type")
@@ -204,6 +204,11 @@ def _extra(spec: ModelSpec) -> dict[str, Tensor]:
                 f"rope_factors_{x}.weight": torch.tensor(rope.scaling[f"{x}_factor"], dtype=torch.float32)
                 for x in ("long", "short")
             }
+    first = next(spec.mixers_of(Wkv7Spec), None)
+    if first:  # llama.cpp wants a share of values in the first layer, too, and reads none there
+        size, rank = first.num_heads * first.head_dim, first.ranks[1]
+        shapes = {"v0": (size,), "v1": (rank, spec.hidden_size), "v2": (size, rank)}
+        return {f"blk.0.time_mix_{x}.weight": torch.zeros(shape) for x, shape in shapes.items()}
     return {}
 
 
