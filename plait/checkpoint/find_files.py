@@ -44,9 +44,9 @@ log = logging.getLogger("plait")
 
 _SIDE_NAMES = frozenset({"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json"}) | {
     *("tokenizer.jsonl", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
-    *("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"),
-    *("generation_config.json", "chat_template.jinja", "chat_template.json"),
-    *("quantize_config.json", "quant_config.json", "params.json", "hf_quant_config.json"),
+    *("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json", "params.json"),
+    *("generation_config.json", "chat_template.jinja", "chat_template.json", "rwkv_vocab_v20230424.txt"),
+    *("quantize_config.json", "quant_config.json", "hf_quant_config.json"),
 }
 _INDEX = ".safetensors.index.json"
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")

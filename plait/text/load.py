@@ -13,7 +13,7 @@ from plait.errors import BadFile, ConfigError, UnsupportedFormat
 from plait.text.chat.jinja import JinjaTemplate
 from plait.text.chat.markers import FORMATS, MarkerTemplate
 from plait.text.chat.template import ChatTemplate
-from plait.text.tokenizers import gguf_files
+from plait.text.tokenizers import gguf_files, rwkv
 from plait.text.tokenizers.builtin import builtin_tokenizer, tiktoken_tokenizer
 from plait.text.tokenizers.gguf import gguf_tokenizer
 from plait.text.tokenizers.hf import TokenizerFiles, hf_tokenizer, load_hf_tokenizer, read_special_tokens
@@ -130,6 +130,9 @@ def _from_files(directory: Path) -> TextTokenizer | None:
         return _sentencepiece(directory / "tokenizer.model")
     if (directory / "tokenizer.jsonl").exists():
         return _plamo(directory / "tokenizer.jsonl")
+    if (path := directory / rwkv.FILE).exists():
+        config, added = _json(directory / "tokenizer_config.json"), _json(directory / "added_tokens.json")
+        return _load_pieces(rwkv.rwkv_metadata(path, config, added), path)
     for name, kind in _UNREADABLE.items():
         if (directory / name).exists():
             raise UnsupportedFormat(
@@ -232,7 +235,8 @@ def _sources(
             return "chat_template.json", {"default": found}
     key = "tokenizer.chat_template"
     named = {k.removeprefix(f"{key}."): metadata[k] for k in metadata if k.startswith(f"{key}.")}
-    found = {"default": metadata.get(key), **named}
+    usual = metadata.get(key)
+    found = {"default": rwkv.TEMPLATE if usual == rwkv.TEMPLATE_NAME else usual, **named}
     return "the GGUF file", {name: source for name, source in found.items() if isinstance(source, str)}
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from plait.errors import BadFile, UnsupportedFormat
 from plait.loading.open_model import Opened
 from plait.text.load import template_sources
+from plait.text.tokenizers import rwkv
 from plait.text.tokenizers.gguf import gguf_tokenizer
 from plait.text.tokenizers.gguf_files import CARRIED, FILES, GENERATION, TOKENIZER
 from plait.text.tokenizers.patterns import PATTERNS
@@ -23,7 +24,7 @@ from plait.text.tokenizers.tokenizer import Tokenizer
 log = logging.getLogger("plait")
 KEY = "tokenizer.ggml."
 NONE = "no_vocab"  # as llama.cpp calls it
-VOCABULARIES = ("tokenizer.json", "tokenizer.model", "tokenizer.jsonl")
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "tokenizer.jsonl", rwkv.FILE)
 USUAL = ("llama-bpe", "smollm")  # of several names for the same, the one that most files have
 # Every class of character that the known vocabularies cut at, and what they treat apart.
 PROBE = (
@@ -148,11 +149,15 @@ def _from_files(directory: Path, tokenizer: Tokenizer, size: int) -> dict[str, o
 
 
 def _other_files(directory: Path) -> dict[str, object]:
-    """SentencePiece's own file, or PLaMo's."""
+    """SentencePiece's own file, or RWKV's, or PLaMo's."""
     if (directory / "tokenizer.model").exists():
         return sentencepiece_metadata(directory / "tokenizer.model")
-    beside = directory / "tokenizer_config.json"
-    config = json.loads(beside.read_text(encoding="utf-8")) if beside.exists() else {}
+    config, added = (
+        json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        for path in (directory / "tokenizer_config.json", directory / "added_tokens.json")
+    )
+    if (path := directory / rwkv.FILE).exists():
+        return rwkv.rwkv_metadata(path, config, added)
     return plamo_metadata(directory / "tokenizer.jsonl", config)
 
 

@@ -74,7 +74,7 @@ def _divide6(s: Wkv6Spec, rank: Rank, hidden_size: int) -> Division:
 
 @mixer(Wkv6Spec, _words6, _divide6)
 class Wkv6:
-    """`bonus` [heads, key_dim]: of a token's key. `decay`: its like, or two linear layers, `down` and `up`."""
+    """`bonus` [heads, key_dim]: of a token's key. `decay`: its like, or linear layers `down` and `up`."""
 
     def __init__(self, s: Wkv6Spec, w: Weights) -> None:
         self.spec, self.name, hidden = s, w.prefix, w.target.hidden_size

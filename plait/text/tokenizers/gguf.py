@@ -12,6 +12,7 @@ from plait.errors import BadFile, UnsupportedFormat
 from plait.text.tokenizers.hf import HfEngine
 from plait.text.tokenizers.patterns import PATTERNS, Pattern
 from plait.text.tokenizers.plamo import PlamoEngine
+from plait.text.tokenizers.rwkv import RwkvEngine
 from plait.text.tokenizers.spm import CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, Pieces, SpmEngine
 from plait.text.tokenizers.tokenizer import (
     Special,
@@ -22,7 +23,7 @@ from plait.text.tokenizers.tokenizer import (
 )
 
 _KEY = "tokenizer.ggml."
-_OTHER_KINDS = {"bert": "WordPiece", "t5": "Unigram", "rwkv": "RWKV", "none": "no tokenizer"}
+_OTHER_KINDS = {"bert": "WordPiece", "t5": "Unigram", "none": "no tokenizer"}
 _NO_WAY = "give another vocabulary with --vocab (a tokenizer.json of the model)"
 
 
@@ -43,10 +44,12 @@ def gguf_tokenizer(metadata: Mapping[str, object]) -> TextTokenizer | None:
         return _gemma(metadata)
     if model == "plamo2":
         return _plamo(metadata)
+    if model == "rwkv":
+        return _rwkv(metadata)
     kind = _OTHER_KINDS.get(str(model), "not a known kind")
     raise UnsupportedFormat(
-        f"tokenizer.ggml.model {model!r} ({kind}) is not supported; known: gemma4, gpt2, llama, plamo2. "
-        f"Else {_NO_WAY}"
+        f"tokenizer.ggml.model {model!r} ({kind}) is not supported; known: gemma4, gpt2, llama, plamo2, "
+        f"rwkv. Else {_NO_WAY}"
     )
 
 
@@ -178,6 +181,14 @@ def _plamo(metadata: Mapping[str, object]) -> TextTokenizer:
     return _assemble("gguf:plamo2", engine, metadata, (tokens, kinds), add_bos=False)
 
 
+def _rwkv(metadata: Mapping[str, object]) -> TextTokenizer:
+    """An empty line ends a turn, where the file says so. It is an ordinary token of texts all the same."""
+    tokens, kinds = _tokens(metadata)
+    engine, turn = RwkvEngine(tokens, kinds), _id(metadata, "eot", len(tokens))
+    found = _assemble("gguf:rwkv", engine, metadata, (tokens, kinds), add_bos=False, ends=("eos", "eom"))
+    return found if turn is None else found.with_ends(frozenset((turn,)))
+
+
 def _sentencepiece(metadata: Mapping[str, object]) -> TextTokenizer:
     tokens, kinds = _tokens(metadata)
     scores = _scores(metadata, tokens)
@@ -193,15 +204,16 @@ def _assemble(
     listed: tuple[Sequence[str], Sequence[int]],
     add_bos: bool,
     space_first: bool = False,
+    ends: Sequence[str] = ("eos", "eot", "eom"),
 ) -> TextTokenizer:
     tokens, kinds = listed
     odd = _odd(kinds)
     by_kind = [Special(i, tokens[i]) for i in odd if kinds[i] in (CONTROL, UNKNOWN)]
-    ends = {i for key in ("eos", "eot", "eom") if (i := _id(metadata, key, len(tokens))) is not None}
+    last = {i for key in ends if (i := _id(metadata, key, len(tokens))) is not None}
     bos, eos = _id(metadata, "bos", len(tokens)), _id(metadata, "eos", len(tokens))
     # A file may list its end-of-turn token as ordinary; it would then be shown and never end anything.
     known = {s.id for s in by_kind}
-    control = [*by_kind, *(Special(i, tokens[i]) for i in sorted(ends - known))]
+    control = [*by_kind, *(Special(i, tokens[i]) for i in sorted(last - known))]
     user = [Special(i, tokens[i]) for i in odd if kinds[i] == USER_DEFINED]
     add_bos = metadata.get(f"{_KEY}add_bos_token", add_bos)
     add_eos = metadata.get(f"{_KEY}add_eos_token", False)
@@ -211,7 +223,7 @@ def _assemble(
         specials=SpecialTokens(control),
         bos_token_id=bos,
         eos_token_id=eos,
-        eos_token_ids=frozenset(ends) | end_of_generation(control, user),
+        eos_token_ids=frozenset(last) | end_of_generation(control, user),
         before=(bos,) if add_bos and bos is not None else (),
         after=(eos,) if add_eos and eos is not None else (),
         strips_first_space=space_first,

@@ -1,6 +1,6 @@
 """Strings to token ids and back: the one interface that everything above uses, and its one implementation.
 
-Engines do the arithmetic (in `hf`, `builtin`, `spm` and `plamo`). What must hold for every model is here:
+Engines do the arithmetic (in `hf`, `builtin`, `spm`, `plamo` and `rwkv`). What must hold for every model is here:
 text never becomes a control token unless the caller allows it, decoding never raises, and an id without a
 token is a hole that decodes to nothing.
 
