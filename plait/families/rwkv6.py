@@ -10,7 +10,7 @@ from torch import Tensor
 from plait.checkpoint.names import Back, Derived, NameMap, Rules, Source
 from plait.errors import UnsupportedModel
 from plait.families.common.detection import Detection, Marker
-from plait.families.common.recipes import Stored, flat, reorder_rows, turn, unused_patterns
+from plait.families.common.recipes import Stored, flat, turn, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import mlp, model, norm, require
 from plait.families.common.tensors import Tensors
@@ -28,6 +28,7 @@ PLACES = torch.tensor([1, 2, 3, 0, 4])  # where each of these is in files of fla
 LINEARS = {"r": "receptance", "k": "key", "v": "value", "gate": "gate", "o": "output"}
 CHANNEL = {"k": "key", "v": "value", "gate": "receptance"}
 HEAD_EPS = 1e-5  # times the square of head_size_divisor, whatever layer_norm_epsilon says
+USUAL = {"norm_eps": 1e-5, "head_size": 64, "head_size_divisor": 8, "tie_word_embeddings": False}
 KEYS = {
     "head_size": "wkv.head_size",
     "time_mix_extra_dim": "time_mix_extra_dim",
@@ -39,7 +40,7 @@ KEYS = {
 @family(
     "Rwkv6ForCausalLM",
     model_types=("rwkv6",),
-    defaults={"norm_eps": 1e-5, "head_size": 64, "head_size_divisor": 8, "tie_word_embeddings": False},
+    defaults=USUAL,
     hf=PUBLISHED,
 )
 def rwkv6(c: Config) -> tuple[ModelSpec, NameMap]:
@@ -54,7 +55,7 @@ def rwkv6(c: Config) -> tuple[ModelSpec, NameMap]:
 
     def halved(layer: int, eps: float) -> tuple[NormSpec, float]:
         """The norm of what was halved so often in front of a layer, and what its branches are scaled by."""
-        times = layer // every if every else 0
+        times = layer // every if every and every > 0 else 0
         return NormSpec(eps * 4.0**times, "layer"), 2.0**times
 
     count, eps = c["num_hidden_layers"], c["norm_eps"]
@@ -63,15 +64,14 @@ def rwkv6(c: Config) -> tuple[ModelSpec, NameMap]:
         for each, scale in (halved(i, eps) for i in range(count))
     ]
     last = halved(count, eps if is_gguf else LN_OUT)[0]
-    tied = (r"^head\.weight$",) if c["tie_word_embeddings"] else ()
     spec = model(c, "rwkv6", layers, embed_norm=norm(c, "layer"), norm=last)
-    return spec, NameMap(_names(), ignored=unused_patterns(c, *tied))
+    return spec, NameMap(_names(), ignored=_unused(c))
 
 
 @family(
     "Rwkv5ForCausalLM",
     model_types=("rwkv5",),
-    defaults={"norm_eps": 1e-5, "head_size": 64, "head_size_divisor": 8, "tie_word_embeddings": False},
+    defaults=USUAL,
     saved_as=("RwkvForCausalLM",),
     hf=PUBLISHED,
 )
@@ -80,7 +80,6 @@ def rwkv5(c: Config) -> tuple[ModelSpec, NameMap]:
     mix, each = replace(_time_mixing(c), ranks=None), norm(c, "layer")
     ffn = ChannelMixSpec(_inner_size(c), gated=True)
     layer = (BranchSpec("mix", mix, each), BranchSpec("ffn", ffn, each))
-    tied = (r"^head\.weight$",) if c["tie_word_embeddings"] else ()
     last = NormSpec(LN_OUT, "layer")
     spec = model(c, "rwkv5", [layer] * c["num_hidden_layers"], embed_norm=each, norm=last)
     names = {
@@ -89,7 +88,11 @@ def rwkv5(c: Config) -> tuple[ModelSpec, NameMap]:
         **static_mixes(FFN, f"{L4}.feed_forward", CHANNEL),
         f"{MIX}.decay": f"{L4}.attention.time_decay",
     }
-    return spec, NameMap(names, ignored=unused_patterns(c, *tied))
+    return spec, NameMap(names, ignored=_unused(c))
+
+
+def _unused(c: Config) -> tuple[str, ...]:
+    return unused_patterns(c, *((r"^head\.weight$",) if c["tie_word_embeddings"] else ()))
 
 
 def _inner_size(c: Config) -> int:
@@ -189,12 +192,11 @@ def rwkv6_fla(c: Config) -> tuple[ModelSpec, NameMap]:
     inner = c.get("intermediate_size") or (int(hidden * c["hidden_ratio"]) + 31) // 32 * 32
     layer = (BranchSpec("mix", mix, each), BranchSpec("ffn", ChannelMixSpec(inner, gated=True), each))
     spec = model(c, "rwkv6", [layer] * c["num_hidden_layers"], embed_norm=each, norm=each)
-    return spec, NameMap(_fla_names(ranks[0]), ignored=unused_patterns(c))
+    return spec, NameMap(_fla_names(), ignored=unused_patterns(c))
 
 
-def _fla_names(rank: int) -> Rules:
+def _fla_names() -> Rules:
     mix, ffn = f"{L7}.attn", f"{L7}.ffn"
-    rows = (PLACES[:, None] * rank + torch.arange(rank)).flatten()
     names: dict[str, Source | tuple[Source, ...]] = {
         "embed": "model.embeddings",
         "embed.norm": "model.layers.0.pre_norm",
@@ -214,11 +216,22 @@ def _fla_names(rank: int) -> Rules:
         f"{MIX}.bonus": f"{mix}.bonus",
         f"{MIX}.gated_norm": f"{mix}.g_norm",
         f"{MIX}.shift.x": f"{mix}.x_proj.0.mu",
-        f"{MIX}.shift.down.weight": reorder_rows(rows, f"{mix}.x_proj.0.linear.weight"),
+        f"{MIX}.shift.down.weight": _five_in_order(f"{mix}.x_proj.0.linear.weight"),
         f"{MIX}.shift.up": _matrices_of_columns(f"{mix}.x_proj.2.weight"),
     }
     biases = zip(SHIFTED, PLACES.tolist(), strict=True)
     return names | {f"{MIX}.shift.{x}": pick_share(n, (5, -1), f"{mix}.x_bias") for x, n in biases}
+
+
+def _five_in_order(source: str) -> Derived:
+    """Five matrices [rank, hidden], one below the other."""
+
+    def ordered(w: Tensor, places: Tensor) -> Tensor:
+        found: Tensor = w.unflatten(0, (5, -1))[places].flatten(0, 1)
+        return found
+
+    back = Back(lambda w: ordered(w, PLACES.argsort()))
+    return Derived(lambda w, **_: ordered(as_tensor(w), PLACES), (source,), (back,))
 
 
 def _matrices_of_columns(source: str) -> Derived:
@@ -268,19 +281,15 @@ def _gguf_names(c: Config) -> Rules:
     }
 
 
-def _read_keys(m: Metadata) -> None:
+def _qrwkv_names(c: Config) -> Rules:
+    return _gguf_mixing("blk.{i}.time_mix")
+
+
+@gguf_arch("rwkv6", "Rwkv6ForCausalLM", names=_gguf_names)
+@gguf_arch(QRWKV, "Rwkv6ForCausalLM", names=_qrwkv_names, constants={"hidden_act": "silu"}, is_written=False)
+def _rwkv6_gguf(m: Metadata) -> None:
     """The file says that there are 0 attention heads."""
     m.put("num_attention_heads", None, f"{FILE} {m.prefix}attention.head_count")
     for key, theirs in KEYS.items():
         if (value := m.values.get(theirs)) is not None:
             m.put(key, value, f"{FILE} {m.prefix}{theirs}")
-
-
-def _qrwkv_names(c: Config) -> Rules:
-    return _gguf_mixing("blk.{i}.time_mix")
-
-
-gguf_arch("rwkv6", "Rwkv6ForCausalLM", names=_gguf_names)(_read_keys)
-gguf_arch(QRWKV, "Rwkv6ForCausalLM", names=_qrwkv_names, constants={"hidden_act": "silu"}, is_written=False)(
-    _read_keys
-)
