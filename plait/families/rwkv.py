@@ -120,8 +120,8 @@ def _mixers7(c: Config, heads: NormSpec | None) -> list[Wkv7Spec]:
     hidden, dim = c["hidden_size"], c["head_dim"]
     if dim < 1 or hidden % dim:
         raise UnsupportedModel(f"hidden_size {hidden} is not a multiple of head_dim {dim}")
-    three = (c["decay_low_rank_dim"], c["a_low_rank_dim"], c["gate_low_rank_dim"] or None)
-    ranks = [(*three, c["v_low_rank_dim"] if i else None) for i in range(c["num_hidden_layers"])]
+    decay, rate, gate, share = (int(c[f"{x}_low_rank_dim"]) for x in ("decay", "a", "gate", "v"))
+    ranks = [(decay, rate, gate or None, share if i else None) for i in range(c["num_hidden_layers"])]
     return [Wkv7Spec(hidden // dim, dim, r, heads) for r in ranks]
 
 

@@ -65,7 +65,7 @@ def rwkv6(c: Config) -> tuple[ModelSpec, NameMap]:
     ]
     last = halved(count, eps if is_gguf else LN_OUT)[0]
     spec = model(c, "rwkv6", layers, embed_norm=norm(c, "layer"), norm=last)
-    return spec, NameMap(_names(), ignored=_unused(c))
+    return spec, NameMap(_names(), ignored=_list_unread(c))
 
 
 @family(
@@ -88,10 +88,10 @@ def rwkv5(c: Config) -> tuple[ModelSpec, NameMap]:
         **static_mixes(FFN, f"{L4}.feed_forward", CHANNEL),
         f"{MIX}.decay": f"{L4}.attention.time_decay",
     }
-    return spec, NameMap(names, ignored=_unused(c))
+    return spec, NameMap(names, ignored=_list_unread(c))
 
 
-def _unused(c: Config) -> tuple[str, ...]:
+def _list_unread(c: Config) -> tuple[str, ...]:
     return unused_patterns(c, *((r"^head\.weight$",) if c["tie_word_embeddings"] else ()))
 
 
@@ -187,7 +187,7 @@ def rwkv6_fla(c: Config) -> tuple[ModelSpec, NameMap]:
         raise UnsupportedModel(
             f"{keys} key and {values} value channels are no multiples of num_heads {heads}"
         )
-    ranks = (c["proj_low_rank_dim"], c["gate_low_rank_dim"])
+    ranks = (int(c["proj_low_rank_dim"]), int(c["gate_low_rank_dim"]))
     mix = Wkv6Spec(heads, heads, keys // heads, values // heads, ranks, each)
     inner = c.get("intermediate_size") or (int(hidden * c["hidden_ratio"]) + 31) // 32 * 32
     layer = (BranchSpec("mix", mix, each), BranchSpec("ffn", ChannelMixSpec(inner, gated=True), each))

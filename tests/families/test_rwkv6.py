@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from plait.errors import UnsupportedModel
 from tests.families.parity import Memory, check_description, decoder, in_pieces, resolved, whole, worst
 from tests.families.rwkv6_oracle import FIVE, FLA, PUBLISHED, checkpoint, logits
 
@@ -26,6 +27,24 @@ def test_the_tensors_alone_show_what_flash_linear_attention_wrote() -> None:
     bare = resolved(memory, None)
     assert bare.spec.family == "rwkv6"
     assert worst(whole(decoder(bare, memory), IDS[0]).double(), logits(FLA, tensors, IDS[0])) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "why"),
+    [
+        (PUBLISHED, {"head_size": 7}, "30 channels of time mixing are no multiple of head_size 7"),
+        (FIVE, {"head_size": 0}, "no multiple of head_size 0"),
+        (FLA, {"num_heads": 4}, "15 key and 30 value channels are no multiples of num_heads 4"),
+        (FLA, {"attn": {"layers": [1], "num_heads": 2}}, "attn = .* is not implemented for RWKV-6"),
+        (FLA, {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not implemented for RWKV-6"),
+        (FLA, {"norm_first": False}, "norm_first"),
+        (FLA, {"gate_low_rank_dim": None}, "config.json has values that cannot be those of a model"),
+    ],
+)
+def test_what_no_rwkv_is_is_refused(config: dict[str, Any], changes: dict[str, Any], why: str) -> None:
+    memory = Memory({name: t.float() for name, t in checkpoint(config).items()})
+    with pytest.raises(UnsupportedModel, match=why):
+        resolved(memory, {**config, **changes})
 
 
 NAMES = {  # of llama.cpp's converter
