@@ -62,7 +62,7 @@ def write_replies(options: argparse.Namespace) -> list[list[int]]:
     if options.prompts:
         lines = [line for line in options.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
     ends = time.monotonic() + options.minutes * 60 * 0.25
-    with LLM(options.model, device="cpu", threads=options.threads, max_model_len=4 * LENGTH) as llm:
+    with LLM(options.model, device="cpu", threads=options.threads) as llm:
         while len(found) < (options.replies or math.inf) and (options.replies or time.monotonic() < ends):
             params = SamplingParams(
                 max_tokens=LENGTH,

@@ -1,8 +1,8 @@
 """Strings to token ids and back: the one interface that everything above uses, and its one implementation.
 
-Engines do the arithmetic (in `hf`, `builtin`, `spm`, `plamo` and `rwkv`). What must hold for every model is here:
-text never becomes a control token unless the caller allows it, decoding never raises, and an id without a
-token is a hole that decodes to nothing.
+Engines do the arithmetic (in `hf`, `builtin`, `spm`, `plamo` and `rwkv`). What must hold for every model is
+here: text never becomes a control token unless the caller allows it, decoding never raises, and an id without
+a token is a hole that decodes to nothing.
 
 A control token (`<|im_end|>`, `<s>`) is one id with a text. Whether that text means the token or just these
 characters is decided by where it came from, never by what it looks like; `SpecialTokens` finds the places.
