@@ -120,6 +120,16 @@ class EagleHead(nn.Module):
         self.midlayer, self.norm = MidLayer(s), RMSNorm(s.hidden_size)
         self.lm_head = nn.Linear(s.hidden_size, len(tokens), bias=False)
 
+    @torch.no_grad()
+    def begin(self, output: Tensor) -> None:
+        """Begin with the model's own output head, [hidden, tokens], and its last state in the place of g.
+
+        So the first drafts are what the model would make without its last layers, and training is short.
+        """
+        self.lm_head.weight.copy_(output.T)
+        size = self.sizes.hidden_size
+        self.fc.weight.mul_(0.1)[:, -size:] += torch.eye(size)
+
     def losses(
         self, e: Tensor, states: Tensor, expected: Tensor, places: Tensor
     ) -> tuple[Tensor, list[float]]:

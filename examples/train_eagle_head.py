@@ -139,17 +139,12 @@ class Teacher:
         return torch.cat([self.decoder.head(some)[:, tokens] for some in units.split(64)])
 
 
-def is_faster_rounded() -> bool:
-    """Whether this processor multiplies bfloat16 faster than float32: many convert each number first."""
-    taken = []
-    for dtype in (torch.float32, torch.bfloat16):
-        x = torch.randn(1024, 1024).to(dtype)
-        x @ x
-        start = time.perf_counter()
-        for _ in range(4):
-            x @ x
-        taken.append(time.perf_counter() - start)
-    return taken[1] < taken[0]
+def multiplies_rounded() -> bool:
+    """Whether this processor multiplies bfloat16 itself: others convert each number, which takes longer."""
+    try:
+        return "bf16" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return False
 
 
 def make_head(teacher: Teacher, rows: Tensor, options: argparse.Namespace) -> EagleHead:
@@ -176,7 +171,8 @@ def train(options: argparse.Namespace, teacher: Teacher, rows: Tensor, ends: flo
     parts = [*zip(*teacher.read(rows), strict=True)]
     states, last = (torch.cat(part).clone() for part in parts)
     head, rng = make_head(teacher, rows, options), random.Random(options.seed)
-    output, rounds = teacher.read_output(head.tokens).clone(), is_faster_rounded()
+    output, rounds = teacher.read_output(head.tokens).clone(), multiplies_rounded()
+    head.begin(output)
     optimizer = torch.optim.AdamW(head.parameters(), betas=(0.9, 0.95))
 
     def measure(chosen: list[int]) -> tuple[Tensor, list[float]]:
