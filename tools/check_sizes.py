@@ -36,7 +36,7 @@ CAPS = {
     "model": 6_350,
     "ops": 7_700,
     "quant": 2_530,
-    "runner": 6_130,
+    "runner": 6_330,
     "schedule": 3_410,
     "server": 18_900,
     "spec": 1_110,
