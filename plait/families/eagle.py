@@ -23,7 +23,7 @@ from plait.families.gguf.config import gguf_config
 from plait.families.gguf.names import ROPE_TABLES, usual_names
 from plait.families.llama import QWEN, dense
 from plait.families.resolve import FILE, SET, parse_override
-from plait.spec.eagle import EagleSpec
+from plait.spec.draft_heads import EagleSpec
 
 PREFIXES, FIRST = ("", "model."), ("midlayer", "layers.0")
 LAYER_CONFIG, EAGLE_CONFIG, TAPS = (

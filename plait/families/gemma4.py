@@ -100,7 +100,7 @@ def _gemma4(c: Config, name: str) -> tuple[ModelSpec, NameMap]:
         source = find_source(kinds, i, shared) if i >= shared else None
         attn = BranchSpec("attn", attention_of(c, i, kind, source), each, each)
         wide = 2 if source and c.get("use_double_wide_mlp") else 1
-        layer = [attn, _feed(c, wide, is_last=not size)]
+        layer = [attn, feed_of(c, wide, is_last=not size)]
         if size:
             own = LayerInputSpec(i, size, c["hidden_act"])
             layer.append(BranchSpec("own", own, None, each, factor=True))
@@ -114,7 +114,7 @@ def _gemma4(c: Config, name: str) -> tuple[ModelSpec, NameMap]:
         layer_inputs=inputs_of_layers(c, len(kinds)) if size else None,
     )
     usual = text_tensors(transformer)
-    own_names = at(TEXT_PREFIXES, lambda prefix: _names(c, prefix))
+    own_names = at(TEXT_PREFIXES, lambda prefix: layer_names(c, prefix))
     unused = [
         rf"\.layers\.{i}\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\." for i in range(shared, len(kinds))
     ]
@@ -143,7 +143,7 @@ def attention_of(c: Config, i: int, kind: str, source: str | None) -> AttentionS
     return SharedKeysSpec(**{**own, "v_norm": None}, source=source)
 
 
-def _feed(c: Config, wide: int, *, is_last: bool) -> BranchSpec:
+def feed_of(c: Config, wide: int, *, is_last: bool) -> BranchSpec:
     """An MLP, or next to it experts; each part then has a norm before and one behind."""
     each, plain = norm(c), mlp(c, wide * c["intermediate_size"])
     if not c.get("enable_moe_block"):
@@ -180,7 +180,7 @@ def _own_sizes(c: Config, i: int, kind: str) -> Mapping[str, Any]:
     return {"head_dim": c["global_head_dim"]} | ({} if heads is None else {"num_key_value_heads": heads})
 
 
-def _names(c: Config, prefix: str) -> Rules:
+def layer_names(c: Config, prefix: str) -> Rules:
     layer = f"{prefix}layers.{{i}}"
     return {
         "layers.{i}.attn.post_norm": f"{layer}.post_attention_layernorm",

@@ -19,7 +19,7 @@ from plait.frontend.frontend import Front, Language
 from plait.kernels.load import sampling_kernels, turn_kernels, turn_tables
 from plait.loading.adapters.place import load_adapters, place_adapters
 from plait.loading.disk_cache import open_disk_cache
-from plait.loading.eagle_head import check_head, decoder_kind, find_spec, list_head_ops, load_eagle
+from plait.loading.draft_heads import check_head, decoder_kind, find_spec, list_head_ops, load_draft_head
 from plait.loading.identity.fingerprint import fingerprint
 from plait.loading.kernel_trials.trials import try_kernels
 from plait.loading.make_engine import draft_with_head, make_compiler, make_engine, make_front
@@ -46,6 +46,7 @@ from plait.ops.chip import Chip
 from plait.ops.registry import Binding
 from plait.ops.rope import rope_notes
 from plait.runner.draft import DraftModel
+from plait.runner.host.assistant import HeadDrafter
 from plait.runner.host.mtp import MtpDrafter
 from plait.runner.ranks.group import RankGroup
 from plait.runner.ranks.group_comm import GroupComm
@@ -282,7 +283,7 @@ def engine_over(
         sizes = (dict(sizing.num_blocks), sizing.num_slots, sizing.block_size, sizing.max_model_len)
         target.ranks.prepare(Prepare(config, *sizes, tuple(sampler.holes.tolist())))
     with out_of_memory(f"allocating memory for sequences ({gib(sizing.nbytes)})"):
-        observe = proposer.observe if isinstance(proposer, MtpDrafter) else None
+        observe = proposer.observe if isinstance(proposer, HeadDrafter) else None
         runner = make_runner(decoder, sampler, target, config, sizing, records=records, observe=observe)
     engine = make_engine(
         runner,
@@ -293,11 +294,11 @@ def engine_over(
         is_host=target.device.type == "cpu",
         proposer=proposer,
     )
-    if isinstance(proposer, MtpDrafter):
+    if isinstance(proposer, HeadDrafter):
         maker = None
         if target.executor is not None and all(row.variant == "native" for row in sampler.bindings):
             maker = turn_tables(target.executor, {**turn_kernels(), **sampling_kernels()})
-        draft_with_head(engine, proposer, runner.replay, sampler.host, maker)
+        draft_with_head(engine, proposer, runner.replay, sampler.host, maker, runner.store)
     if isinstance(proposer, DraftModel):
         engine.metrics.draft_graphs = proposer.runner.graphs
     return runner, engine
@@ -332,7 +333,7 @@ def _drafter(
 ) -> Opened | DraftHead | None:
     """What drafts with a state of its own: a draft model, not loaded yet, or a head."""
     if draft is not None and (spec := find_spec(draft)) is not None:
-        return load_eagle(draft, spec, opened, target, decoder)
+        return load_draft_head(draft, spec, opened, target, decoder)
     if opened.config.speculate != "mtp":
         return draft
     from plait.loading.draft_model import load_mtp

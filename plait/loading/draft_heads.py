@@ -1,4 +1,4 @@
-"""Load a head of EAGLE-3 for a model: on its device and threads, in memory of its own."""
+"""Load a head for drafts that comes in files of its own: on its model's device and threads."""
 
 from __future__ import annotations
 
@@ -15,37 +15,49 @@ from plait.loading.meta.meta_model import NotedOps, Outline, meta_target
 from plait.loading.meta.shapes_only import ShapesOnly
 from plait.loading.open_model import Opened
 from plait.loading.packed_cache import shelf_of
+from plait.model.assistant import AssistantHead, bind_layers
 from plait.model.decoder import Decoder
+from plait.model.draft_head import DraftHead
 from plait.model.eagle import EagleHead, ObservedDecoder, StateReader, check_model
-from plait.spec.eagle import EagleSpec
+from plait.spec.draft_heads import AssistantSpec, DraftHeadSpec, EagleSpec
+from plait.spec.model import ModelSpec
 
 log = logging.getLogger("plait")
 HEAD_FORMAT = "q4_1"  # of plain weights on a CPU: a draft token is read from memory, and is checked anyway
 
 
-def find_spec(draft: Opened | None) -> EagleSpec | None:
+def find_spec(draft: Opened | None) -> DraftHeadSpec | None:
     """What a head is, if it is one that was opened, and no model."""
     spec = draft.resolved.spec if draft is not None else None
-    return spec if isinstance(spec, EagleSpec) else None
+    return spec if isinstance(spec, DraftHeadSpec) else None
 
 
-def check_head(draft: Opened, spec: EagleSpec, opened: Opened) -> None:
+def check_head(draft: Opened, spec: DraftHeadSpec, opened: Opened) -> None:
     """Raises ConfigError for a head of another model, or where none can draft."""
-    check_model(spec, opened.resolved.spec)
-    config = opened.config
+    config, name = opened.config, draft.files.name
+    match spec:
+        case EagleSpec():
+            check_model(spec, opened.resolved.spec)
+        case AssistantSpec():
+            bind_layers(spec, opened.resolved.spec)
+            if config.num_ranks > 1:
+                raise ConfigError(
+                    f"speculate: {name} reads the keys of one rank, and there are {config.num_ranks}; with "
+                    "several ranks choose ngram"
+                )
     if config.lora or config.lora_folder is not None:
-        raise ConfigError(
-            f"speculate: {draft.files.name} drafts from the model without adapters; with lora choose ngram"
-        )
+        raise ConfigError(f"speculate: {name} drafts from the model without adapters; with lora choose ngram")
 
 
 def decoder_kind(draft: Opened | None) -> type[Decoder]:
     """The class of a model: of one with inner layers that a head reads, or of any other."""
     spec = find_spec(draft)
-    return ObservedDecoder if spec is not None and spec.list_taps(0) else Decoder
+    return ObservedDecoder if isinstance(spec, EagleSpec) and spec.list_taps(0) else Decoder
 
 
-def load_eagle(draft: Opened, spec: EagleSpec, opened: Opened, target: Target, trunk: Decoder) -> EagleHead:
+def load_draft_head(
+    draft: Opened, spec: DraftHeadSpec, opened: Opened, target: Target, trunk: Decoder
+) -> DraftHead:
     """The head `draft` for a loaded model, which shows it states from now on.
 
     Raises CheckpointError, ConfigError, OutOfMemory.
@@ -61,23 +73,32 @@ def load_eagle(draft: Opened, spec: EagleSpec, opened: Opened, target: Target, t
         opened.checkpoint, opened.resolved.names, replace(own, hidden_size=model.hidden_size, shelf=None)
     )
     with out_of_memory(f"loading the weights of {draft.files.name} ({gib(draft.nbytes)})"):
-        if isinstance(trunk, ObservedDecoder):
+        if isinstance(trunk, ObservedDecoder) and isinstance(spec, EagleSpec):
             trunk.reader = StateReader(spec, weights, model)
             trunk.layers = trunk.reader.layers
-        head = EagleHead(spec, weights, trunk if target.comm.rank.size == 1 else None, model, lent)
+        head = _build(spec, weights, trunk if target.comm.rank.size == 1 else None, model, lent)
     weights.check_all_used()
     draft.checkpoint.release()
-    log.info("head of EAGLE-3: %s, %s", draft.files.name, gib(own.weights_nbytes))
+    log.info("%s: %s, %s", spec.title, draft.files.name, gib(own.weights_nbytes))
     return head
 
 
-def list_head_ops(draft: Opened, spec: EagleSpec, opened: Opened) -> dict[str, set[str]]:
+def list_head_ops(draft: Opened, spec: DraftHeadSpec, opened: Opened) -> dict[str, set[str]]:
     """The names of the ops that a head binds, each with its kinds, as `list_ops` gives a model's."""
     model, dry = opened.resolved, meta_target(spec)
     weights = NotedOps(Outline(draft.checkpoint), draft.resolved.names, dry)
     lent = NotedOps(Outline(opened.checkpoint), model.names, meta_target(model.spec))
     with ShapesOnly():
-        if spec.list_taps(0):
+        if isinstance(spec, EagleSpec) and spec.list_taps(0):
             StateReader(spec, weights, model.spec)
-        EagleHead(spec, weights, None, model.spec, lent)
+        _build(spec, weights, None, model.spec, lent)
     return lent.noted | weights.noted
+
+
+def _build(
+    spec: DraftHeadSpec, weights: Weights, trunk: Decoder | None, model: ModelSpec, lent: Weights
+) -> DraftHead:
+    if isinstance(spec, AssistantSpec):
+        return AssistantHead(spec, weights, trunk, model, lent)
+    assert isinstance(spec, EagleSpec)
+    return EagleHead(spec, weights, trunk, model, lent)

@@ -35,18 +35,21 @@ from plait.loading.open_model import (
 )
 from plait.loading.packed_cache import shelf_of
 from plait.memory import PagedState
+from plait.model.assistant import AssistantHead
 from plait.model.decoder import Decoder
 from plait.model.draft_head import DraftHead
 from plait.model.mtp import FC, MtpHead
 from plait.ops.chip import Chip
 from plait.quant.weight import Dense, as_weight
 from plait.runner.draft import DraftModel
-from plait.runner.host.mtp import MOST_KEPT, MtpDrafter
+from plait.runner.host.assistant import MOST_SEEN, AssistantDrafter, HeadDrafter
+from plait.runner.host.mtp import MOST_KEPT, KeptRows, MtpDrafter
+from plait.runner.host.mtp_passes import HeadPasses
 from plait.runner.host.static_batch import Capacity
 from plait.runner.mtp_passes import make_passes
 from plait.runner.runner import ModelRunner
 from plait.runner.sampler import Sampler
-from plait.spec.eagle import EagleSpec
+from plait.spec.draft_heads import DraftHeadSpec
 from plait.spec.model import ModelSpec
 from plait.state.store import StateStore
 from plait.text.tokenizers.tokenizer import Tokenizer
@@ -135,7 +138,7 @@ def open_draft(config: EngineConfig, spec: ModelSpec, tokenizer: Tokenizer | Non
     except ConfigError as error:
         raise ConfigError(f"speculate: {error} (it is off, ngram, mtp, or a draft model)") from error
     draft = opened.resolved.spec
-    if isinstance(draft, EagleSpec):  # it has no tokenizer, and is checked with its model
+    if isinstance(draft, DraftHeadSpec):  # it has no tokenizer, and is checked with its model
         return opened
     if draft.vocab_size != spec.vocab_size:
         raise ConfigError(
@@ -230,6 +233,26 @@ def make_drafter(
     return MtpDrafter(made.passes, memory, made.kept)
 
 
+def make_head_drafter(
+    head: DraftHead, target: Target, config: EngineConfig, max_model_len: int, sampler: Sampler
+) -> HeadDrafter:
+    """What drafts with a head: in memory of its own, or in the model's. Raises OutOfMemory."""
+    if not isinstance(head, AssistantHead):
+        return make_drafter(head, target, config, max_model_len, sampler)
+
+    def make(store: object) -> tuple[HeadPasses, KeptRows]:
+        assert isinstance(store, StateStore)
+        capacity = Capacity.of(seqs, seqs, max_model_len, store.block_size)
+        threads, where = None if target.graphs else target.executor, (target.device, target.dtype)
+        with out_of_memory(f"allocating memory for drafts of {seqs} sequences"):
+            made = make_passes(head, store, sampler, where, threads, capacity, MOST_SEEN)
+        step_log.info("step of the head for drafts: %s", made.kind)
+        return made.passes, made.kept
+
+    seqs = config.max_num_seqs
+    return AssistantDrafter(seqs, make)
+
+
 def name_of(dtype: torch.dtype) -> str:
     """A dtype as plain data names it: float32."""
     return str(dtype).removeprefix("torch.")
@@ -243,7 +266,7 @@ def load_mtp(opened: Opened, target: Target, trunk: Decoder) -> MtpHead:
 
 def draft_by_head(
     head: DraftHead, opened: Opened, target: Target, max_model_len: int, banned: tuple[int, ...]
-) -> MtpDrafter:
-    """What drafts with a model's head or one of EAGLE-3, on its device and threads, which it never closes."""
+) -> HeadDrafter:
+    """What drafts with a model's head or one in files of its own, on threads that it never closes."""
     sampler = make_sampler(target, opened.resolved.spec.vocab_size, banned)
-    return make_drafter(head, target, opened.config, max_model_len, sampler)
+    return make_head_drafter(head, target, opened.config, max_model_len, sampler)

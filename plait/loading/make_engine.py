@@ -18,7 +18,7 @@ from plait.errors import BadGrammar
 from plait.frontend.frontend import Front, Language, Parsers
 from plait.loading.text_side import TextSource
 from plait.request import JsonStyle
-from plait.runner.host.mtp import MtpDrafter
+from plait.runner.host.assistant import AssistantDrafter, HeadDrafter
 from plait.runner.host.sampler import HostSampler
 from plait.runner.host.turns import TableMaker, add_turns
 from plait.schedule.drafts.governor import DraftGovernor
@@ -68,7 +68,7 @@ def make_engine(
     scheduler.memory.keeps_rows, scheduler.memory.ends_steps = runner.keeps_rows, runner.ends_steps
     speculation = None
     if proposer is not None:
-        most, is_even = config.num_draft_tokens, isinstance(proposer, MtpDrafter)
+        most, is_even = config.num_draft_tokens, isinstance(proposer, HeadDrafter)
         lengths = [n for n in HEAD_LENGTHS if n <= most] if is_even else [most]
         speculation = Speculation(
             proposer,
@@ -89,13 +89,21 @@ def make_engine(
 
 
 def draft_with_head(
-    engine: Engine, drafter: MtpDrafter, replay: object, sampler: HostSampler, maker: TableMaker | None
+    engine: Engine,
+    drafter: HeadDrafter,
+    replay: object,
+    sampler: HostSampler,
+    maker: TableMaker | None,
+    store: object = None,
 ) -> None:
     """Let the engine's proposer, a model's own head, rest while there are no drafts, and take several turns
-    in one call where model and head are recorded. maker: of tables of native launches, if there are any."""
+    in one call where model and head are recorded. maker: of tables of native launches, if there are any.
+    store: the model's memory, for a head that reads it. Raises OutOfMemory."""
     assert engine.speculation is not None
     engine.speculation.on_rest = drafter.rest
-    if maker is not None and add_turns(replay, drafter, sampler, maker):
+    if isinstance(drafter, AssistantDrafter):
+        drafter.begin(store)
+    elif maker is not None and add_turns(replay, drafter, sampler, maker):
         engine.scheduler.limits = replace(engine.scheduler.limits, num_turns=MOST_TURNS)
 
 

@@ -28,6 +28,7 @@ from plait.families.common.refused import DRAFTER
 from plait.families.common.resolved import Resolved
 from plait.families.config.normalize import IncompleteConfig
 from plait.families.eagle import find_first_layer, is_eagle_gguf, resolve_eagle, resolve_eagle_gguf
+from plait.families.gemma4_assistant import is_assistant, resolve_assistant
 from plait.families.resolve import SET, resolve
 from plait.frontend.frontend import Language
 from plait.loading.heads.read_head import HeadSource, head_names, read_head
@@ -42,7 +43,7 @@ from plait.ops.linear import Activations
 from plait.quant.encode import list_encoded
 from plait.quant.weight import as_tensor
 from plait.resource_limits import trim_heap
-from plait.spec.eagle import EagleSpec
+from plait.spec.draft_heads import DraftHeadSpec
 from plait.text.tokenizers.gguf_files import CARRIED
 from plait.text.tokenizers.tokenizer import Tokenizer
 
@@ -112,7 +113,7 @@ class Opened:
 def open_model(model: str, config: EngineConfig, *, probed: bool = True, drafts: bool = False) -> Opened:
     """Find a model's files and understand their headers. `probed` False: without findings of earlier probes.
 
-    `drafts`: it may be a head that drafts for another model; its spec is an `EagleSpec` then. Raises
+    `drafts`: it may be a head that drafts for another model; its spec is a `DraftHeadSpec` then. Raises
     ConfigError, CheckpointError or UnsupportedModel.
     """
     plugins = load_plugins(config)
@@ -126,9 +127,9 @@ def open_model(model: str, config: EngineConfig, *, probed: bool = True, drafts:
         scheme = find_scheme(raw, files.side_files)
         tensors = QuantizedCheckpoint(SafetensorsFiles(*files.weights, index=files.index), scheme)
         opened = Opened(files, tensors, None, _resolve(tensors, raw, None, config, files), config, plugins)
-    if isinstance(opened.resolved.spec, EagleSpec) and not drafts:
+    if isinstance(spec := opened.resolved.spec, DraftHeadSpec) and not drafts:
         raise UnsupportedModel(
-            f"{files.name} is a head of EAGLE-3: {DRAFTER}; `plait serve MODEL --speculate {model}` uses it"
+            f"{files.name} is {spec.title}: {DRAFTER}; `plait serve MODEL --speculate {model}` uses it"
         )
     if not probed or not opened.resolved.is_detected:
         return opened
@@ -282,6 +283,8 @@ def _resolve(
             return resolve_eagle_gguf(metadata, shapes, read)
         if metadata is None and find_first_layer(shapes):
             return resolve_eagle(raw, shapes, overrides=config.set)
+        if metadata is None and raw is not None and is_assistant(raw):
+            return resolve_assistant(raw, overrides=config.set)
         found = resolve(
             own_config(metadata or {}) if own else raw,
             shapes,

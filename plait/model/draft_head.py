@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 
 from plait.checkpoint.weights import Weights
-from plait.memory import State, has_slots
+from plait.memory import BlockGroup, State, block_groups, has_slots
 from plait.model.layers.layers import Batch
 from plait.ops.rows import put_rows
 from plait.state.store import StateStore
@@ -16,15 +16,18 @@ from plait.state.store import StateStore
 class DraftHead:
     """Position i is computed from h[i], which the model made of it, and from token i + 1.
 
-    `width`: the numbers of a row of h. `states`: the head's own, by mixer name.
+    `width`: the numbers of a row of h. `states`: the head's own, by mixer name. `groups`: of the blocks that
+    it reads. `stays`: every draft token has the place of the first one.
     """
 
     width: int
+    stays = False
 
     def __init__(self, weights: Weights, states: Iterable[Mapping[str, State]]) -> None:
         self._put_rows = weights.bind(put_rows)
         self.states: dict[str, State] = {name: one for each in states for name, one in each.items()}
         assert not has_slots(self.states), "a head with recurrent state"
+        self.groups: tuple[BlockGroup, ...] = block_groups(self.states)
 
     def compute(self, batch: Batch, store: StateStore, before: Tensor) -> Tensor:
         """before: [T, width], h of every row; `batch.token_ids` are the tokens behind them.

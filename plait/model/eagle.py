@@ -24,7 +24,7 @@ from plait.model.mixers.attention import Attention
 from plait.ops.activation import combine
 from plait.ops.linear import Linear
 from plait.ops.rows import join, pick_columns
-from plait.spec.eagle import EagleSpec
+from plait.spec.draft_heads import EagleSpec
 from plait.spec.model import AttentionSpec, ModelSpec
 from plait.state.store import StateStore
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from plait.errors import CannotRecord
-from plait.memory import block_groups
 from plait.model.draft_head import DraftHead
 from plait.runner.batches.inputs import build_batch
 from plait.runner.host.mtp import MOST_KEPT, HiddenOnHost, KeptRows
@@ -23,10 +22,12 @@ from plait.state.store import StateStore
 
 
 class HiddenOnDevice:
-    """Hidden states that wait for the head, on its device (a `KeptRows`)."""
+    """Hidden states that wait for the head, up to `most` of each place, on its device (a `KeptRows`)."""
 
-    def __init__(self, places: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._rows = torch.empty(places, MOST_KEPT, size, dtype=dtype, device=device)
+    def __init__(
+        self, places: int, size: int, dtype: torch.dtype, device: torch.device, most: int = MOST_KEPT
+    ) -> None:
+        self._rows = torch.empty(places, most, size, dtype=dtype, device=device)
 
     def put(self, place: int, at: int, rows: HiddenRows) -> None:
         """See `KeptRows`."""
@@ -46,7 +47,6 @@ class EagerPasses:
 
     def __init__(self, head: DraftHead, store: StateStore, sampler: Sampler, device: torch.device) -> None:
         self._head, self._store, self._sampler, self._device = head, store, sampler, device
-        self._groups = block_groups(head.states)
 
     @torch.inference_mode()
     def run(
@@ -56,14 +56,14 @@ class EagerPasses:
         before = torch.cat([torch.as_tensor(row) for row in rows])
         drafts: Drafts = [()] * len(rows)
         for i in range(length):
-            batch = build_batch(plan, self._groups, self._store.block_size, self._device)
+            batch = build_batch(plan, self._head.groups, self._store.block_size, self._device)
             last = self._head.keep_last(self._head.compute(batch, self._store, before), batch, before)
             own = SamplingBatch(tuple(replace_position(row, i) for row in sampling))
             found = [answer.token_ids[0] for answer in self._sampler.sample(self._head.logits(last), own)]
             drafts = [
                 (*draft, token) for draft, token in zip(drafts or [()] * len(found), found, strict=True)
             ]
-            plan, before = go_on(plan, found), last
+            plan, before = go_on(plan, found, stays=self._head.stays), before[: len(found)]
         return drafts
 
 
@@ -75,18 +75,18 @@ def record_passes(
     capacity: Capacity,
 ) -> tuple[HostPasses, int]:
     """A head's passes as one native program, and its launches. Raises CannotRecord."""
-    groups = block_groups(head.states)
-    static = StaticBatch(capacity, groups, store.block_size)
-    batch, largest = view_as_batch(static, groups), sampler.plain_largest
-    before = torch.zeros(capacity.tokens, head.width)
+    static = StaticBatch(capacity, head.groups, store.block_size)
+    batch, largest = view_as_batch(static, head.groups), sampler.plain_largest
+    before = torch.zeros(max(capacity.tokens, capacity.logits), head.width)
     with threads.record(capacity.tokens, capacity.logits) as table, ViewsOnly():
-        hidden = head.compute(batch, store, before)
+        hidden = head.compute(batch, store, before[: capacity.tokens])
         logits = head.logits(head.keep_last(hidden, batch, before))
         found = largest(logits) if largest else None
     likeliest = (found[0].numpy(), found[1].numpy()) if found else None
     program = HostProgram(threads, table, static, StepResults(hidden.numpy(), logits.numpy(), likeliest))
     assert store.host is not None
-    return HostPasses(program, before.numpy(), store.host, sampler.host), len(table.names)
+    passes = HostPasses(program, before.numpy(), store.host, sampler.host, stays=head.stays)
+    return passes, len(table.names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +105,20 @@ def make_passes(
     target: tuple[torch.device, torch.dtype],
     threads: NativeExecutor | None,
     capacity: Capacity,
+    most: int = MOST_KEPT,
 ) -> HeadRunner:
-    """Recorded where there are native kernels for all of it. target: the device, and the model's dtype."""
+    """Recorded where there are native kernels for all of it. target: the device, and the model's dtype.
+
+    most: hidden states that are kept of each sequence.
+    """
     (device, dtype), size, why = target, head.width, "there is no executor of native kernels"
     if threads is not None:
         try:
             passes, launches = record_passes(head, store, sampler, threads, capacity)
-            return HeadRunner(passes, HiddenOnHost(capacity.seqs, size), f"{launches} launches, one call")
+            return HeadRunner(
+                passes, HiddenOnHost(capacity.seqs, size, most), f"{launches} launches, one call"
+            )
         except CannotRecord as error:
             why = str(error)
     eager = EagerPasses(head, store, sampler, device)
-    return HeadRunner(eager, HiddenOnDevice(capacity.seqs, size, dtype, device), f"op by op: {why}")
+    return HeadRunner(eager, HiddenOnDevice(capacity.seqs, size, dtype, device, most), f"op by op: {why}")

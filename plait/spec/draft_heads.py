@@ -1,4 +1,4 @@
-"""The spec of a head that drafts from what a model makes of tokens in its inner layers. Plain data."""
+"""Specs of heads that come in files of their own and draft from what a model makes of tokens. Plain data."""
 
 from __future__ import annotations
 
@@ -8,23 +8,50 @@ from plait.spec.model import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
-class EagleSpec(ModelSpec):
-    """A head for drafts in a file of its own (EAGLE-3; Li et al. 2025): see `model.eagle`.
+class DraftHeadSpec(ModelSpec):
+    """A head for drafts in a file of its own. What a model of this shape has, `layers` to `max_len`, is the
+    head's; `vocab_size` is the model's. `model_size`: the model's hidden size."""
 
-    What a model of this shape has, `layers` to `max_len`, is the head's; `vocab_size` is the model's.
-    `num_drafted`: the tokens that the head knows. `model_size`: the model's hidden size. `taps`: the layers
-    before which states are read; None: the usual three of `list_taps`; empty: what is behind the last norm.
-    `norms_states`: each on its own, or all as one vector. `keeps_normed`: the first layer adds to the normed
-    state. `passes_normed`: the next draft token is made of a normed state, too.
+    model_size: int = 0
+
+    @property
+    def title(self) -> str:
+        """What it is, for messages."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class EagleSpec(DraftHeadSpec):
+    """EAGLE-3 (Li et al. 2025): see `model.eagle`.
+
+    `num_drafted`: the tokens that the head knows. `taps`: the layers before which states are read; None: the
+    usual three of `list_taps`; empty: what is behind the last norm. `norms_states`: each on its own, or all
+    as one vector. `keeps_normed`: the first layer adds to the normed state. `passes_normed`: the next draft
+    token is made of a normed state, too.
     """
 
     num_drafted: int = 0
-    model_size: int = 0
     taps: tuple[int, ...] | None = None
     norms_states: str | None = None  # "each", "all"
     keeps_normed: bool = False
     passes_normed: bool = False
 
+    @property
+    def title(self) -> str:
+        """See `DraftHeadSpec`."""
+        return "a head of EAGLE-3"
+
     def list_taps(self, num_layers: int) -> tuple[int, ...]:
         """The layers of a model with so many before which states are read: one near each end, one between."""
         return (2, num_layers // 2, num_layers - 3) if self.taps is None else self.taps
+
+
+@dataclass(frozen=True, slots=True)
+class AssistantSpec(DraftHeadSpec):
+    """Gemma 4's assistant: see `model.assistant`. Its layers name no `source` of keys before they are bound
+    to a model."""
+
+    @property
+    def title(self) -> str:
+        """See `DraftHeadSpec`."""
+        return "an assistant of Gemma 4"

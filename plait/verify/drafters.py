@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from plait.config import EngineConfig
 from plait.errors import ConfigError
 from plait.loading.build import Loaded
-from plait.loading.draft_model import find_head, load_draft, make_drafter
-from plait.loading.eagle_head import find_spec, load_eagle
+from plait.loading.draft_heads import find_spec, load_draft_head
+from plait.loading.draft_model import find_head, load_draft, make_head_drafter
 from plait.loading.open_model import Opened
 from plait.memory import has_slots
 from plait.model.draft_head import DraftHead
@@ -28,7 +28,7 @@ class DraftParts:
 
 
 def find_loaded_head(loaded: Loaded) -> DraftHead | None:
-    """A head of EAGLE-3 that a model was loaded with, else the model's own; None: it has none.
+    """A head in files of its own that a model was loaded with, else the model's own; None: it has none.
 
     Raises ConfigError where what should be a head is a model.
     """
@@ -36,8 +36,8 @@ def find_loaded_head(loaded: Loaded) -> DraftHead | None:
     if loaded.draft is None:
         return find_head(opened, target, decoder)
     if (spec := find_spec(loaded.draft)) is None:
-        raise ConfigError(f"--head: {loaded.draft.files.name} is a model, not a head of EAGLE-3")
-    return load_eagle(loaded.draft, spec, opened, target, decoder)
+        raise ConfigError(f"--head: {loaded.draft.files.name} is a model, not a head")
+    return load_draft_head(loaded.draft, spec, opened, target, decoder)
 
 
 def make_proposer(
@@ -47,7 +47,7 @@ def make_proposer(
     if cell.drafts is None:
         return None
     if cell.drafts == "mtp" and parts.head is not None:
-        return make_drafter(parts.head, loaded.target, config, max_len, loaded.runner.sampler)
+        return make_head_drafter(parts.head, loaded.target, config, max_len, loaded.runner.sampler)
     if cell.drafts == "model" and parts.model is not None:
         return load_draft(parts.model, config, loaded.target, max_len, None, _silent)
     if cell.drafts == "known":

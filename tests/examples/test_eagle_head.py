@@ -16,7 +16,7 @@ from plait.checkpoint.weights import Target, Weights
 from plait.families.eagle import resolve_eagle
 from plait.model.eagle import EagleHead as Loaded
 from plait.model.eagle import StateReader
-from plait.spec.eagle import EagleSpec
+from plait.spec.draft_heads import EagleSpec
 from plait.spec.model import ModelSpec, NormSpec
 from tests.families.parity import CPU, Memory, worst
 from tests.families.test_eagle import Session

@@ -17,7 +17,7 @@ from plait.memory import block_groups
 from plait.model.eagle import EagleHead, ObservedDecoder, StateReader, row_size, take_observed
 from plait.runner.batches.inputs import build_batch
 from plait.schedule.plan import Chunk, StepPlan
-from plait.spec.eagle import EagleSpec
+from plait.spec.draft_heads import EagleSpec
 from plait.state.store import StateStore
 from tests.families import tiny
 from tests.families.eagle_oracle import LAYOUTS, VOCAB, EagleOracle

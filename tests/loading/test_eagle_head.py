@@ -16,8 +16,8 @@ from plait.config import EngineConfig
 from plait.errors import ConfigError, UnsupportedModel, UnusedTensor
 from plait.loading import build
 from plait.loading.build import Loaded, load
+from plait.loading.draft_heads import find_spec, list_head_ops, load_draft_head
 from plait.loading.draft_model import open_draft
-from plait.loading.eagle_head import find_spec, list_head_ops, load_eagle
 from plait.loading.open_model import open_model
 from plait.model.eagle import ObservedDecoder
 from plait.ops.registry import REGISTRY
@@ -120,7 +120,7 @@ def test_recorded_passes_give_the_drafts_of_passes_op_by_op(loaded: Loaded, para
     draft = open_draft(loaded.config, loaded.front.spec, None)
     spec = find_spec(draft)
     assert spec is not None
-    head = load_eagle(draft, spec, loaded.opened, target, loaded.runner.decoder)
+    head = load_draft_head(draft, spec, loaded.opened, target, loaded.runner.decoder)
     memory = drafter.memory
     store = StateStore(head.states, memory.num_blocks, 0, memory.block_size, target.device, target.dtype)
     eager = EagerPasses(head, store, loaded.runner.sampler, target.device)

@@ -19,7 +19,7 @@ from plait.engine.memory_plan import gib
 from plait.errors import BadFile, CannotRecord
 from plait.kernels.load import record_tile_check, sampling_kernels, turn_kernels, why_refused
 from plait.loading.build import Built, Loaded, draft_headers
-from plait.loading.eagle_head import decoder_kind, find_spec, load_eagle
+from plait.loading.draft_heads import decoder_kind, find_spec, load_draft_head
 from plait.loading.identity.fingerprint import fingerprint
 from plait.loading.image.capture import capture_step
 from plait.loading.image.file_format import ImageHeader, ModelPart, checksum, lay_out, write_image
@@ -129,8 +129,15 @@ def _why_none(built: Built | Loaded) -> str | None:
     if any(row.variant != "native" for row in built.runner.sampler.bindings):
         return "its sampler is not native"
     if built.opened.config.speculate not in ("off", "ngram") and _head(built) is None:
-        return "its head for drafts runs op by op" if built.drafter else "draft models have no image"
+        return _why_no_drafts(built)
     return None
+
+
+def _why_no_drafts(built: Built | Loaded) -> str:
+    if built.drafter:
+        return "its head for drafts runs op by op"
+    is_head = find_spec(built.draft) is not None
+    return "heads that read the model's keys have no image" if is_head else "draft models have no image"
 
 
 def _source_of(built: Built | Loaded, target: Target) -> Opened:
@@ -183,7 +190,7 @@ def open_full(model: str, config: EngineConfig, store: HostStore) -> ModelRunner
     draft = draft_headers(opened, tokenizer)
     decoder = load_decoder(opened, target, _silent, decoder_kind(draft))
     if draft is not None and (spec := find_spec(draft)) is not None:
-        load_eagle(draft, spec, opened, target, decoder)  # the model's steps show what it reads
+        load_draft_head(draft, spec, opened, target, decoder)  # the model's steps show what it reads
     sampler = make_sampler(target, decoder.spec.vocab_size, banned_ids(opened, tokenizer))
     state = StateStore(decoder.states, {}, 0, store.block_size, device, target.dtype, host=store)
     return ModelRunner(decoder, state, sampler, device, executor=target.executor)

@@ -38,10 +38,10 @@ class KeptRows(Protocol):
 
 
 class HiddenOnHost:
-    """Hidden states in host memory, float32."""
+    """Hidden states in host memory, float32, up to `most` of each place."""
 
-    def __init__(self, places: int, size: int) -> None:
-        self._rows = np.empty((places, MOST_KEPT, size), np.float32)
+    def __init__(self, places: int, size: int, most: int = MOST_KEPT) -> None:
+        self._rows = np.empty((places, most, size), np.float32)
 
     def put(self, place: int, at: int, rows: HiddenRows) -> None:
         """See `KeptRows`."""

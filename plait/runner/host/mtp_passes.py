@@ -41,11 +41,20 @@ class HostPasses:
     """As one native program over buffers that are as long as the largest pass.
 
     `before`: hidden states that a pass reads, [most tokens, hidden], of which it leaves those to go on from;
-    `store`: the head's keys and values.
+    `store`: the keys and values that the head reads. `stays`: see `DraftHead`.
     """
 
-    def __init__(self, program: HostProgram, before: Floats, store: HostStore, sampler: HostSampler) -> None:
+    def __init__(
+        self,
+        program: HostProgram,
+        before: Floats,
+        store: HostStore,
+        sampler: HostSampler,
+        *,
+        stays: bool = False,
+    ) -> None:
         self.program, self.before, self.store, self._sampler = program, before, store, sampler
+        self._stays = stays
         self._largest = program.results.largest
 
     def run(
@@ -57,12 +66,12 @@ class HostPasses:
             self.before[at : at + len(row)] = np.asarray(row)
             at += len(row)
         own = SamplingBatch(tuple(sampling))
-        if self._largest is not None and is_greedy(own):
+        if self._largest is not None and is_greedy(own) and not self._stays:
             return self._run_greedy(plan, own, length)
         tokens = [a.token_ids[0] for a in self._sampler.sample(self.program(plan), own, self._largest)]
         steps = [tokens]
         for i in range(1, length):
-            plan = go_on(plan, tokens)
+            plan = go_on(plan, tokens, stays=self._stays)
             tokens = self._sampler.follow(self.program(plan), own, i, self._largest)
             steps.append(tokens)
         return [*zip(*steps, strict=True)]
@@ -81,12 +90,12 @@ class HostPasses:
         return [(token, *answer.token_ids) for token, answer in zip(tokens, found, strict=True)]
 
 
-def go_on(plan: StepPlan, tokens: Sequence[int]) -> StepPlan:
-    """The plan of the tokens that follow, one behind each chunk."""
-    chunks = zip(plan.chunks, tokens, strict=True)
-    return replace(
-        plan, chunks=tuple(Chunk(c.seq_id, c.end, (token,), c.blocks, 0, 1) for c, token in chunks)
-    )
+def go_on(plan: StepPlan, tokens: Sequence[int], *, stays: bool = False) -> StepPlan:
+    """The plan of the tokens that follow, one behind each chunk, or in its place."""
+    pairs = zip(plan.chunks, tokens, strict=True)
+    placed = ((c, c.start if stays else c.end, token) for c, token in pairs)
+    chunks = tuple(Chunk(c.seq_id, at, (token,), c.blocks, 0, 1) for c, at, token in placed)
+    return replace(plan, chunks=chunks)
 
 
 def replace_position(row: SamplingRow, by: int) -> SamplingRow:

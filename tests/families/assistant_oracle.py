@@ -1,0 +1,107 @@
+"""Gemma 4 and an assistant for it, as transformers makes both: tiny, of random numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from tests.families import tiny
+
+VOCAB, WINDOW, NARROW = 97, 6, 32
+S, F = "sliding_attention", "full_attention"
+OWN: Mapping[str, Any] = {
+    "hidden_size": NARROW,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "layer_types": [S, S, F],
+    "vocab_size": VOCAB,
+    "vocab_size_per_layer_input": 0,
+    "hidden_size_per_layer_input": 0,
+    "max_position_embeddings": 128,
+}
+SHARED = ("num_key_value_heads", "head_dim", "sliding_window", "per_layer_config", "attention_k_eq_v")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A model of `tiny.VARIANTS`, and what its assistant has otherwise."""
+
+    trunk: str
+    kind: str = "Gemma4"
+    text: Mapping[str, Any] = field(default_factory=dict)
+    head: Mapping[str, Any] = field(default_factory=dict)
+
+
+PAIRS = {
+    "keys as values": Pair("gemma4"),
+    "shared keys": Pair("gemma4_e2b", head={"use_ordered_embeddings": True, "num_centroids": VOCAB}),
+    "unified": Pair("gemma4_unified", "Gemma4Unified", {"layer_types": [S, F], "num_hidden_layers": 2}),
+}
+
+
+class AssistantOracle:
+    """A tiny Gemma 4 and its head, each written as a checkpoint directory."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.pair = pair = PAIRS[name]
+        self.model_folder, self.head_folder = folder / "model", folder / "head"
+        known = tiny.VARIANTS[pair.trunk]
+        variant = replace(known, changes={**known.changes, "max_position_embeddings": 128})
+        tiny.write(pair.trunk, self.model_folder, variant)
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            self.model_folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        text = self.model.config.to_dict()
+        words = {key: text[key] for key in SHARED if key in text}
+        full = next(iter(words.pop("per_layer_config", {}).values()), {})
+        words["global_head_dim"] = full.get("head_dim", words["head_dim"])
+        words["num_global_key_value_heads"] = full.get("num_key_value_heads")
+        made = getattr(transformers, f"{pair.kind}TextConfig")(**{**OWN, **words, **pair.text})
+        self.config = getattr(transformers, f"{pair.kind}AssistantConfig")(
+            text_config=made, backbone_hidden_size=text["hidden_size"], **pair.head
+        )
+        self.config._attn_implementation = made._attn_implementation = "eager"
+        kind = getattr(transformers, f"{pair.kind}AssistantForCausalLM")
+        self.head = kind._from_config(self.config, dtype=torch.float32, attn_implementation="eager").eval()
+        tiny.randomize(self.head, one_plus=True)
+        if self.head.masked_embedding is not None:
+            self.head.masked_embedding.token_ordering.copy_(torch.randperm(VOCAB))
+        self.head.tie_weights()
+        self.head.save_pretrained(self.head_folder)
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """The head's config.json."""
+        found: dict[str, Any] = json.loads((self.head_folder / "config.json").read_text())
+        return found
+
+    @torch.no_grad()
+    def observe(self, ids: Tensor) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+        """(what the model makes of the last of these tokens, the keys and values that its head sees)."""
+        made = self.model(ids[None], use_cache=False, output_hidden_states=True, return_shared_kv_states=True)
+        seen = {kind: (k, v) for kind, (k, v) in made.shared_kv_states.items()}
+        seen[S] = (seen[S][0][:, :, -WINDOW:], seen[S][1][:, :, -WINDOW:])
+        return made.hidden_states[-1][:, -1:], seen
+
+    @torch.no_grad()
+    def draft(self, ids: Tensor, count: int) -> tuple[list[Tensor], list[Tensor], list[int]]:
+        """Of `count` draft tokens behind these: (logits, states to go on from, the likeliest tokens)."""
+        state, seen = self.observe(ids[:-1])
+        token, at = ids[None, -1:], torch.tensor([[len(ids) - 1]])
+        logits, states, tokens = [], [], []
+        for _ in range(count):
+            e = self.model.get_input_embeddings()(token)
+            out = self.head(inputs_embeds=torch.cat([e, state], -1), position_ids=at, shared_kv_states=seen)
+            state, token = out.last_hidden_state, out.logits.argmax(-1)
+            logits.append(out.logits[0, 0])
+            states.append(state[0, 0])
+            tokens.append(int(token))
+        return logits, states, tokens

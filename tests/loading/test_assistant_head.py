@@ -1,0 +1,218 @@
+"""Gemma 4's assistant drafts over its model's memory: the same text with and without, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec import structs
+
+from plait import LLM, SamplingParams
+from plait.config import EngineConfig
+from plait.engine.thread import EngineLoop
+from plait.errors import ConfigError, UnsupportedModel
+from plait.loading import build
+from plait.loading.build import Loaded, load
+from plait.loading.draft_heads import find_spec, list_head_ops, load_draft_head
+from plait.loading.draft_model import open_draft
+from plait.loading.image.write import keep_image
+from plait.loading.open_model import open_model
+from plait.ops.registry import REGISTRY
+from plait.runner.batches.inputs import build_batch
+from plait.runner.host.assistant import AssistantDrafter
+from plait.runner.host.mtp_passes import HostPasses
+from plait.runner.host.program import ProgramReplay
+from plait.runner.mtp_passes import EagerPasses
+from plait.schedule.drafts.turns import DraftRequest
+from plait.schedule.plan import Chunk, SamplingRow, StepPlan
+from tests.families import tiny
+from tests.families.assistant_oracle import VOCAB, WINDOW, AssistantOracle
+
+SIZES: dict[str, Any] = {
+    "device": "cpu", "threads": 1, "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 64,
+    "dtype": "float32",
+}  # fmt: skip
+GREEDY, DRAWN = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.95)
+NAMES = ["keys as values", "shared keys"]
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AssistantOracle:
+    return AssistantOracle(request.param, tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> AssistantOracle:
+    return AssistantOracle(NAMES[0], tmp_path_factory.mktemp("first"))
+
+
+def load_pair(pair: AssistantOracle, **options: Any) -> Loaded:
+    return load(str(pair.model_folder), EngineConfig(speculate=str(pair.head_folder), **{**SIZES, **options}))
+
+
+@pytest.fixture
+def loaded(published: AssistantOracle) -> Iterator[Loaded]:
+    made = load_pair(published)
+    yield made
+    made.front.close(drain=False)
+
+
+def test_text_is_the_same_with_a_head_as_without(published: AssistantOracle) -> None:
+    """Greedy, drawn, several choices and a second turn that the prefix cache knows."""
+    prompts = [[3, 4, 5, 6, 7, 8], [9, 1, 2]]
+    params = [
+        SamplingParams(temperature=t, seed=5, max_tokens=40, n=n, ignore_eos=True)
+        for t, n in ((0.0, 1), (0.9, 2))
+    ]
+    found = []
+    for words in ({}, {"speculate": str(published.head_folder), "num_draft_tokens": 3}):
+        with LLM(str(published.model_folder), **SIZES, **words) as llm:
+            outputs = llm.generate(prompts, params)
+            longer = [[*p, *outputs[0].outputs[0].token_ids] for p in prompts]
+            outputs += llm.generate(longer, params)
+            one = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
+            outputs += llm.generate(prompts[1], one)
+            found.append([[tuple(c.token_ids) for c in out.outputs] for out in outputs])
+    assert found[0] == found[1]
+
+
+def watch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], tuple[int, ...]]]:
+    """The drafts that engines are given from now on, each with the tokens before it."""
+    found: list[tuple[list[int], tuple[int, ...]]] = []
+    propose = AssistantDrafter.propose
+
+    def propose_watched(self: AssistantDrafter, wanted: Sequence[DraftRequest]) -> Any:
+        made = propose(self, wanted)
+        known = {one.seq_id: list(one.token_ids) for one in wanted}
+        found.extend((known[seq_id], draft) for seq_id, draft in made.items())
+        return made
+
+    monkeypatch.setattr(AssistantDrafter, "propose", propose_watched)
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 5}], ids=["whole", "in chunks"])
+def test_drafts_in_an_engine_are_those_of_transformers(
+    first: AssistantOracle, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several sequences: behind prompts in one chunk and in several, wrong drafts, past a window."""
+    found = watch(monkeypatch)
+    words = {**SIZES, "ops": "reference", "num_draft_tokens": 3, **options}
+    prompts = [[3, 4, 5, 6, 7, 8, 9, 10, 11], [9, 1, 2], [5]]
+    with LLM(str(first.model_folder), speculate=str(first.head_folder), **words) as llm:
+        llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
+    assert len(found) > 20
+    assert {len(ids) > WINDOW for ids, _ in found} == {True, False}
+    for ids, draft in found:
+        assert first.draft(torch.tensor(ids), len(draft))[2] == list(draft)
+
+
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_recorded_passes_give_the_drafts_of_passes_op_by_op(loaded: Loaded, params: SamplingParams) -> None:
+    """Over the model's memory: of a sequence with one token there, and of a longer one."""
+    drafter, runner, target = find_drafter(loaded), loaded.runner, loaded.target
+    assert isinstance(drafter.passes, HostPasses)
+    draft = open_draft(loaded.config, loaded.front.spec, None)
+    spec = find_spec(draft)
+    assert spec is not None
+    head = load_draft_head(draft, spec, loaded.opened, target, runner.decoder)
+    eager = EagerPasses(head, runner.store, runner.sampler, target.device)
+    tables = [((2 * n + 1, 2 * n + 2),) * len(head.groups) for n in range(2)]
+    prompts = [Chunk(n, 0, tuple(range(7, 7 + c)), tables[n], 0, 1) for n, c in enumerate((21, 1))]
+    plan = StepPlan(1, tuple(prompts))
+    runner.decoder.hidden(
+        build_batch(plan, head.groups, runner.store.block_size, target.device), runner.store
+    )
+    rows = [torch.randn(1, head.width) for _ in prompts]
+    chunks = tuple(Chunk(n, c.end - 1, (5,), tables[n], 0, 1) for n, c in enumerate(prompts))
+    sampling = [SamplingRow(params, 1, 1, chunk.end + 1, 3) for chunk in chunks]
+    plan = StepPlan(2, chunks)
+    assert eager.run(plan, rows, sampling, 3) == drafter.passes.run(plan, rows, sampling, 3)
+
+
+def find_drafter(loaded: Loaded) -> AssistantDrafter:
+    loop = loaded.front.loop
+    assert isinstance(loop, EngineLoop)
+    assert loop.engine.speculation is not None
+    drafter = loop.engine.speculation.proposer
+    assert isinstance(drafter, AssistantDrafter)
+    return drafter
+
+
+def test_draft_from_blocks_of_another_sequence_changes_no_text(
+    first: AssistantOracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tables that are old are of the same store: here every draft is made from other blocks."""
+    prompts = [[3, 4, 5, 6, 7, 8], [9, 1, 2]]
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    observe, found = AssistantDrafter.observe, []
+
+    def observe_wrong(self: AssistantDrafter, plan: StepPlan, hidden: Any) -> None:
+        """Each sequence's tables are the next one's."""
+        chunks, turned = plan.chunks, [*plan.chunks[1:], plan.chunks[0]]
+        wrong = [structs.replace(c, blocks=other.blocks) for c, other in zip(chunks, turned, strict=True)]
+        observe(self, replace(plan, chunks=tuple(wrong)), hidden)
+
+    for options in ({}, {"speculate": str(first.head_folder)}):
+        with LLM(str(first.model_folder), **SIZES, **options) as llm:
+            found.append([tuple(c.outputs[0].token_ids) for c in llm.generate(prompts, params)])
+        monkeypatch.setattr(AssistantDrafter, "observe", observe_wrong)
+    assert found[0] == found[1]
+
+
+def test_a_head_alone_is_no_model(first: AssistantOracle) -> None:
+    with pytest.raises(UnsupportedModel, match=r"an assistant of Gemma 4: it drafts for .* --speculate"):
+        open_model(str(first.head_folder), EngineConfig())
+
+
+def test_a_head_of_another_model_is_refused_before_weights_are_read(
+    first: AssistantOracle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = replace(tiny.VARIANTS["qwen3"], changes={"vocab_size": VOCAB, "hidden_size": 48})
+    tiny.write("qwen3", tmp_path, changed)
+    monkeypatch.setattr(build, "load_decoder", lambda *_: pytest.fail("weights take minutes"))
+    with pytest.raises(ConfigError, match="speculate: the head reads states of 32 numbers, and this model's"):
+        load(str(tmp_path), EngineConfig(speculate=str(first.head_folder), **SIZES))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lora_folder": "/adapters"}, "drafts from the model without adapters; with lora choose ngram"),
+        (
+            {"tensor_parallel_size": 2},
+            "reads the keys of one rank, and there are 2; with several ranks choose ngram",
+        ),
+    ],
+)
+def test_a_head_is_refused_where_it_cannot_draft(
+    first: AssistantOracle, options: dict[str, Any], message: str
+) -> None:
+    config = EngineConfig(speculate=str(first.head_folder), **SIZES, **options)
+    opened = open_model(str(first.model_folder), config)
+    with pytest.raises(ConfigError, match=message):
+        build.draft_headers(opened, None)
+
+
+def test_it_has_no_turns_and_no_startup_image(loaded: Loaded) -> None:
+    assert isinstance(replay := loaded.runner.replay, ProgramReplay)
+    assert replay.turns is None
+    assert (
+        keep_image(loaded, 1 << 30)
+        == "startup image: none is kept: heads that read the model's keys have no image"
+    )
+
+
+def test_a_gpu_tries_what_a_head_binds(published: AssistantOracle) -> None:
+    config = EngineConfig(speculate=str(published.head_folder), **SIZES)
+    opened = open_model(str(published.model_folder), config)
+    draft = open_draft(config, opened.resolved.spec, None)
+    spec = find_spec(draft)
+    assert spec is not None
+    tried = list_head_ops(draft, spec, opened).keys()
+    assert {"embed", "join", "paged_attention", "linear", "rms_norm"} <= tried
+    assert tried < REGISTRY.keys()
