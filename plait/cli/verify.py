@@ -80,7 +80,7 @@ NEAR = 1e-3  # between two logits: rounding in float32 may make either the large
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     help="one prompt per line, as text or as [token, ids]; default: a few of Plait's own",
 )
-@click.option("--head", metavar="HEAD", help="a head of EAGLE-3, which drafts in the ways with a head")
+@click.option("--head", metavar="HEAD", help="a head in files of its own: it drafts in the ways with a head")
 @click.option("--quick", is_flag=True, help="one way of each kind: a minute for a small model")
 @click.option(
     "--graph",

@@ -99,13 +99,14 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], tuple[int, .
 def test_drafts_in_an_engine_are_those_of_transformers(
     first: AssistantOracle, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of several sequences: behind prompts in one chunk and in several, wrong drafts, past a window."""
+    """Of several sequences: behind prompts in one chunk and in several, wrong drafts, cached prefixes."""
     found = watch(monkeypatch)
     words = {**SIZES, "ops": "reference", "num_draft_tokens": 3, **options}
-    prompts = [[3, 4, 5, 6, 7, 8, 9, 10, 11], [9, 1, 2], [5]]
+    prompts = [[*range(3, 40)], [3, 4, 5, 6, 7, 8, 9, 10, 11], [9, 1, 2], [5]]
     with LLM(str(first.model_folder), speculate=str(first.head_folder), **words) as llm:
-        llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
-    assert len(found) > 20
+        for _ in range(2):  # then the cache has a prefix of the first
+            llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
+    assert len(found) > 40
     assert {len(ids) > WINDOW for ids, _ in found} == {True, False}
     for ids, draft in found:
         assert first.draft(torch.tensor(ids), len(draft))[2] == list(draft)
