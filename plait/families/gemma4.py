@@ -213,7 +213,7 @@ def _expert_names(c: Config, layer: str) -> Rules:
     }
 
 
-def _gguf_names(c: Config) -> Rules:
+def names_in_gguf(c: Config) -> Rules:
     b, mlp, moe = "blk.{i}", "layers.{i}.ffn.mlp", "layers.{i}.ffn.moe"
     stack, count = f"{b}.ffn_gate_up_exps.weight", c.get("num_experts") or 0
     experts: dict[str, Source | tuple[Source, ...]] = {
@@ -246,7 +246,7 @@ def _gguf_names(c: Config) -> Rules:
 @gguf_arch(
     "gemma4",
     "Gemma4ForCausalLM",
-    names=_gguf_names,
+    names=names_in_gguf,
     by_layer={"attention.head_count_kv": "kv_heads", "feed_forward_length": "widths"},
 )
 def _in_gguf(m: Metadata) -> None:

@@ -1,11 +1,14 @@
 """Gemma 4's assistants: heads for drafts that come in files of their own, one for each Gemma 4.
 
 A few layers of Gemma 4 that make queries alone, between two projections from and to the model's states.
+llama.cpp's files have an architecture of their own, in which the layers are what the format calls "gemma4".
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
@@ -15,15 +18,19 @@ from plait.families.common.resolved import Resolved
 from plait.families.common.spec_builders import check_shares, model, norm, require
 from plait.families.config.checks import blame_config, check_named, check_spec
 from plait.families.config.normalize import FULL, Config, flatten, normalize
-from plait.families.gemma4 import DEFAULTS, HONOURS, attention_of, feed_of, layer_names
+from plait.families.detect.detect import Shapes
+from plait.families.gemma4 import DEFAULTS, HONOURS, attention_of, feed_of, layer_names, names_in_gguf
+from plait.families.gguf.config import gguf_config
+from plait.families.gguf.names import ROPE_TABLES, usual_names
 from plait.families.resolve import FILE, SET, parse_override
 from plait.spec.draft_heads import AssistantSpec
 from plait.spec.model import BranchSpec, ModelSpec
 
 WINDOWS = {"gemma4_assistant": 512, "gemma4_unified_assistant": 1024}  # where a config does not say
 TEXTS = ("gemma4_text", "gemma4_unified_text")
+ARCHITECTURE, GGUF, GGUF_SIZE = "general.architecture", "gemma4-assistant", "embedding_length_out"
 SIZE, USUAL_SIZE = "backbone_hidden_size", 1536
-CENTROIDS = r"^masked_embedding\."  # a shortcut to the tokens that the whole table has
+CENTROIDS = r"^masked_emb(edding\.|d_)"  # a shortcut to the tokens that the whole table has
 
 
 def is_assistant(config: Mapping[str, object] | None) -> bool:
@@ -49,6 +56,38 @@ def resolve_assistant(config: Mapping[str, object], *, overrides: Sequence[str] 
     own: Rules = {**layer_names(c, "model."), **{part: f"{part}_projection" for part in ("pre", "post")}}
     ignored = unused_patterns(c, CENTROIDS, r"\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
     return Resolved(spec, NameMap(own, text_tensors(transformer), ignored=ignored), c, why, spec.family)
+
+
+def is_assistant_gguf(metadata: Mapping[str, object]) -> bool:
+    """Whether a GGUF file holds a head, by its metadata."""
+    return metadata.get(ARCHITECTURE) == GGUF
+
+
+def resolve_assistant_gguf(
+    metadata: Mapping[str, object], shapes: Shapes, read: Callable[[str], Tensor]
+) -> Resolved:
+    """The same of a GGUF file. Raises UnsupportedModel.
+
+    read: a tensor's numbers, which only divisors of rotations need.
+    """
+    own = {key.removeprefix(f"{GGUF}."): metadata[key] for key in metadata if key.startswith(f"{GGUF}.")}
+    size = own.pop(GGUF_SIZE, None)
+    own.pop("nextn_predict_layers", None)  # all of them
+    with blame_config("the metadata"):
+        whole = {f"gemma4.{key}": value for key, value in own.items()} | {ARCHITECTURE: "gemma4"}
+        flat, why = gguf_config(whole, shapes, read)
+        c = normalize(flat, DEFAULTS, HONOURS, GEMMA_WORDS)
+        if size is None:
+            raise UnsupportedModel(
+                f"the GGUF metadata has no {GGUF}.{GGUF_SIZE}, the size of the model's states"
+            )
+        c[SIZE] = size
+        spec = build_assistant(c)
+        check_spec(spec)
+    parts: Rules = {part: f"nextn.{part}_projection" for part in ("pre", "post")}
+    ignored = (ROPE_TABLES, CENTROIDS, r"^blk\.\d+\.attn_(k|v|k_norm)\.")
+    names = NameMap({**names_in_gguf(c), **parts}, usual_names(c), ignored=ignored)
+    return Resolved(spec, names, c, why, spec.family)
 
 
 def build_assistant(c: Config) -> AssistantSpec:

@@ -28,7 +28,12 @@ from plait.families.common.refused import DRAFTER
 from plait.families.common.resolved import Resolved
 from plait.families.config.normalize import IncompleteConfig
 from plait.families.eagle import find_first_layer, is_eagle_gguf, resolve_eagle, resolve_eagle_gguf
-from plait.families.gemma4_assistant import is_assistant, resolve_assistant
+from plait.families.gemma4_assistant import (
+    is_assistant,
+    is_assistant_gguf,
+    resolve_assistant,
+    resolve_assistant_gguf,
+)
 from plait.families.resolve import SET, resolve
 from plait.frontend.frontend import Language
 from plait.loading.heads.read_head import HeadSource, head_names, read_head
@@ -281,6 +286,8 @@ def _resolve(
     try:
         if metadata is not None and is_eagle_gguf(metadata):
             return resolve_eagle_gguf(metadata, shapes, read)
+        if metadata is not None and is_assistant_gguf(metadata):
+            return resolve_assistant_gguf(metadata, shapes, read)
         if metadata is None and find_first_layer(shapes):
             return resolve_eagle(raw, shapes, overrides=config.set)
         if metadata is None and raw is not None and is_assistant(raw):

@@ -29,6 +29,21 @@ OWN: Mapping[str, Any] = {
 }
 SHARED = ("num_key_value_heads", "head_dim", "sliding_window", "per_layer_config", "attention_k_eq_v")
 
+ARCH = "gemma4-assistant"
+GGUF_NAMES = {
+    "embed_tokens": "token_embd",
+    "norm": "output_norm",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+    "layer_scalar": "layer_output_scale",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.o_proj": "attn_output",
+    **{f"mlp.{x}_proj": f"ffn_{x}" for x in ("gate", "up", "down")},
+}
+
 
 @dataclass(frozen=True)
 class Pair:
@@ -82,6 +97,47 @@ class AssistantOracle:
         """The head's config.json."""
         found: dict[str, Any] = json.loads((self.head_folder / "config.json").read_text())
         return found
+
+    def as_gguf(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """(metadata, tensors) as llama.cpp's converter writes them."""
+        text, config = self.config.text_config.to_dict(), self.config
+        kinds, count = text["layer_types"], text["num_hidden_layers"]
+        full = next(iter(text["per_layer_config"].values()))
+        heads = full.get("num_key_value_heads", text["num_key_value_heads"])
+        wide = full["head_dim"]
+        words = {
+            "block_count": count,
+            "nextn_predict_layers": count,
+            "context_length": text["max_position_embeddings"],
+            "embedding_length": text["hidden_size"],
+            "embedding_length_out": config.backbone_hidden_size,
+            "embedding_length_per_layer_input": 0,
+            "feed_forward_length": text["intermediate_size"],
+            "attention.head_count": text["num_attention_heads"],
+            "attention.head_count_kv": [heads if k == F else text["num_key_value_heads"] for k in kinds],
+            "attention.key_length": wide,
+            "attention.value_length": wide,
+            "attention.key_length_swa": text["head_dim"],
+            "attention.value_length_swa": text["head_dim"],
+            "attention.sliding_window": text["sliding_window"],
+            "attention.sliding_window_pattern": [kind == S for kind in kinds],
+            "attention.shared_kv_layers": count,
+            "attention.layer_norm_rms_epsilon": text["rms_norm_eps"],
+            "rope.freq_base": 1e6,
+            "rope.freq_base_swa": 1e4,
+            "rope.dimension_count": wide,
+            "rope.dimension_count_swa": text["head_dim"],
+        }
+        metadata = {"general.architecture": ARCH, **{f"{ARCH}.{key}": words[key] for key in words}}
+        turned = wide // 8
+        found = {"rope_freqs.weight": torch.tensor([1.0] * turned + [1e30] * (wide // 2 - turned))}
+        for name, tensor in self.head.state_dict().items():
+            if name.startswith("masked_embedding") or name == "lm_head.weight":
+                continue
+            *start, part = name.removesuffix(".weight").removeprefix("model.").split(".", 2)
+            at = f"blk.{start[1]}." if len(start) > 1 else ""
+            found[f"{at}{GGUF_NAMES.get(part, f'nextn.{part}')}.weight"] = tensor
+        return metadata, found
 
     @torch.no_grad()
     def observe(self, ids: Tensor) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:

@@ -12,7 +12,12 @@ from torch import Tensor
 
 from plait.checkpoint.weights import Target, Weights
 from plait.errors import ConfigError, PlaitError, UnsupportedModel
-from plait.families.gemma4_assistant import is_assistant, resolve_assistant
+from plait.families.gemma4_assistant import (
+    is_assistant,
+    is_assistant_gguf,
+    resolve_assistant,
+    resolve_assistant_gguf,
+)
 from plait.families.resolve import resolve
 from plait.memory import block_groups
 from plait.model.assistant import AssistantHead, bind_layers
@@ -23,20 +28,28 @@ from plait.schedule.plan import Chunk, StepPlan
 from plait.spec.draft_heads import AssistantSpec
 from plait.state.store import StateStore
 from tests.families import tiny
-from tests.families.assistant_oracle import PAIRS, VOCAB, AssistantOracle
+from tests.families.assistant_oracle import ARCH, PAIRS, VOCAB, AssistantOracle
 from tests.families.parity import CPU, LONGEST, Memory, worst
 
 TOLERANCE = 1e-4
 Made = tuple[AssistantOracle, Decoder, AssistantHead]
 
 
-def build(oracle: AssistantOracle, *, lends: bool = True, **changes: Any) -> tuple[Decoder, AssistantHead]:
+def build(
+    oracle: AssistantOracle, *, lends: bool = True, is_gguf: bool = False, **changes: Any
+) -> tuple[Decoder, AssistantHead]:
     """The model, and its head with these values in its config; of its text, where that has such a key."""
-    config = oracle.described
-    for key, value in changes.items():
-        (config["text_config"] if key in config["text_config"] else config)[key] = value
-    assert is_assistant(config)
-    found = resolve_assistant(config)
+    if is_gguf:
+        metadata, stored = oracle.as_gguf()
+        assert is_assistant_gguf(metadata)
+        named = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+        found = resolve_assistant_gguf({**metadata, **changes}, named, stored.__getitem__)
+    else:
+        config, stored = oracle.described, tiny.load_file(oracle.head_folder / "model.safetensors")
+        for key, value in changes.items():
+            (config["text_config"] if key in config["text_config"] else config)[key] = value
+        assert is_assistant(config)
+        found = resolve_assistant(config)
     assert isinstance(found.spec, AssistantSpec)
     described, tensors, _ = tiny.read(oracle.model_folder)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -44,16 +57,17 @@ def build(oracle: AssistantOracle, *, lends: bool = True, **changes: Any) -> tup
     lent = Weights(Memory(tensors), model.names, Target(CPU, torch.float32, LONGEST, model.spec.hidden_size))
     trunk = Decoder(model.spec, lent)
     own = Target(CPU, torch.float32, LONGEST, found.spec.hidden_size)
-    weights = Weights(Memory(tiny.load_file(oracle.head_folder / "model.safetensors")), found.names, own)
+    weights = Weights(Memory(stored), found.names, own)
     head = AssistantHead(found.spec, weights, trunk if lends else None, model.spec, lent)
     weights.check_all_used()
     return trunk, head
 
 
-@pytest.fixture(scope="module", params=PAIRS)
+@pytest.fixture(scope="module", params=[*PAIRS, *(f"{name} in GGUF" for name in PAIRS)])
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    oracle = AssistantOracle(request.param, tmp_path_factory.mktemp("pair"))
-    return oracle, *build(oracle)
+    name, _, file = request.param.partition(" in ")
+    oracle = AssistantOracle(name, tmp_path_factory.mktemp("pair"))
+    return oracle, *build(oracle, is_gguf=bool(file))
 
 
 @torch.inference_mode()
@@ -157,6 +171,18 @@ def test_no_value_of_a_config_raises_another_error(first: AssistantOracle) -> No
         for value in VALUES:
             with contextlib.suppress(PlaitError):
                 build(first, **{key: value})
+
+
+def test_no_value_of_a_gguf_file_raises_another_error(first: AssistantOracle) -> None:
+    metadata, tensors = first.as_gguf()
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for key in (*metadata, f"{ARCH}.rope.scaling.type", f"{ARCH}.expert_count"):
+        for value in VALUES:
+            with contextlib.suppress(PlaitError):
+                resolve_assistant_gguf({**metadata, key: value}, shapes, tensors.__getitem__)
+    del metadata[f"{ARCH}.embedding_length_out"]
+    with pytest.raises(UnsupportedModel, match=r"no gemma4-assistant\.embedding_length_out, the size of"):
+        resolve_assistant_gguf(metadata, shapes, tensors.__getitem__)
 
 
 def test_lent_embedding_is_the_models_own(first: AssistantOracle) -> None:

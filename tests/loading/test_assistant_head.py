@@ -31,6 +31,7 @@ from plait.schedule.drafts.turns import DraftRequest
 from plait.schedule.plan import Chunk, SamplingRow, StepPlan
 from tests.families import tiny
 from tests.families.assistant_oracle import VOCAB, WINDOW, AssistantOracle
+from tests.families.test_latent import write_gguf
 
 SIZES: dict[str, Any] = {
     "device": "cpu", "threads": 1, "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 64,
@@ -95,15 +96,17 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], tuple[int, .
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 5}], ids=["whole", "in chunks"])
+@pytest.mark.parametrize("kind", ["whole", "in chunks", "GGUF"])
 def test_drafts_in_an_engine_are_those_of_transformers(
-    first: AssistantOracle, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    first: AssistantOracle, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of several sequences: behind prompts in one chunk and in several, wrong drafts, cached prefixes."""
     found = watch(monkeypatch)
-    words = {**SIZES, "ops": "reference", "num_draft_tokens": 3, **options}
+    words = {**SIZES, "ops": "reference", "num_draft_tokens": 3}
+    words |= {"max_num_batched_tokens": 5} if kind == "in chunks" else {}
+    head = write_gguf(tmp_path / "head.gguf", *first.as_gguf()) if kind == "GGUF" else first.head_folder
     prompts = [[*range(3, 40)], [3, 4, 5, 6, 7, 8, 9, 10, 11], [9, 1, 2], [5]]
-    with LLM(str(first.model_folder), speculate=str(first.head_folder), **words) as llm:
+    with LLM(str(first.model_folder), speculate=str(head), **words) as llm:
         for _ in range(2):  # then the cache has a prefix of the first
             llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
     assert len(found) > 40

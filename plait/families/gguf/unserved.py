@@ -14,7 +14,7 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
         *("eurobert", "t5encoder"),
     ),
     DIFFUSION: ("dream", "llada", "llada-moe", "rnd1"),
-    DRAFTER: ("dflash", "gemma4-assistant"),
+    DRAFTER: ("dflash",),
     AUDIO: ("pockettts", "qwen3tts", "wavtokenizer-dec"),
     IMAGE: ("clip",),
     "a router chooses among adapters for each token, which is not implemented": ("graniteswitch",),
