@@ -211,12 +211,13 @@ class LLM:
         """
         if isinstance(self._loaded, LoadedImage):
             return "packed weights: they are kept, as the startup image needs them"
+        from plait.loading.image.write import source_of
         from plait.loading.packed_cache import keep, list_shelves
 
-        opened, target = self._loaded.opened, self._loaded.target
-        if target.shelf is None:
+        made = self._loaded
+        if made.target.shelf is None:
             return "packed weights: none are kept: nothing is packed here, or there is no folder for them"
-        return "\n".join(keep(shelf, opened, packed, limit) for shelf, packed in list_shelves(target))
+        return "\n".join(keep(s, source_of(made, own), own, limit) for s, own in list_shelves(made.target))
 
     def keep_image(self, limit: int) -> str:
         """Write its startup image, and its packed weights if they are not kept. Returns the outcome in words.

@@ -211,6 +211,15 @@ def test_it_has_no_turns_and_no_startup_image(loaded: Loaded) -> None:
     )
 
 
+def test_packed_weights_of_a_head_are_kept_by_its_own_files(first: AssistantOracle, tmp_path: Path) -> None:
+    words = {**SIZES, "packed_cache": str(tmp_path), "startup_image": "off"}
+    for said in ("written to", "are kept in"):
+        with LLM(str(first.model_folder), speculate=str(first.head_folder), **words) as llm:
+            lines = llm.keep_packed(1 << 30).splitlines()
+        assert len(lines) == 2
+        assert all(said in line for line in lines)
+
+
 def test_a_gpu_tries_what_a_head_binds(published: AssistantOracle) -> None:
     config = EngineConfig(speculate=str(published.head_folder), **SIZES)
     opened = open_model(str(published.model_folder), config)

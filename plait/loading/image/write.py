@@ -66,7 +66,7 @@ def _keep_weights(built: Built | Loaded, limit: int) -> None:
         is_kept = shelf.is_full or (bool(shelf.written) and shelf.path.exists())
         if is_kept or (packed is not built.target and not shelf.count_needed()):
             continue
-        kept = keep(shelf, _source_of(built, packed), packed, limit)
+        kept = keep(shelf, source_of(built, packed), packed, limit)
         log.info("%s", kept)
         if not shelf.written:
             raise CannotRecord(kept)
@@ -93,7 +93,7 @@ def _write(built: Built | Loaded) -> str:
     assert isinstance(replay, ProgramReplay)
     assert store is not None
     key = key_of(opened.files, config)
-    if not all(is_current(s, _source_of(built, packed), packed) for s, packed in list_shelves(target)):
+    if not all(is_current(s, source_of(built, packed), packed) for s, packed in list_shelves(target)):
         raise CannotRecord("the model's files changed since it was loaded")
     path = path_of(opened.files.name, config, key)
     if path is None:
@@ -140,7 +140,7 @@ def _why_no_drafts(built: Built | Loaded) -> str:
     return "heads that read the model's keys have no image" if is_head else "draft models have no image"
 
 
-def _source_of(built: Built | Loaded, target: Target) -> Opened:
+def source_of(built: Built | Loaded, target: Target) -> Opened:
     """The files of which what was packed for a target came: the model's, or those of a head apart from it."""
     return built.draft if built.draft and target is built.target.drafts else built.opened
 
