@@ -116,6 +116,8 @@ def _load_named(vocab: str, oxidizr: bool) -> TextTokenizer:
         return load_hf_tokenizer(path, _files(path.parent))
     elif path.suffix == ".model" and path.exists():
         return _sentencepiece(path)
+    elif path.name == rwkv.FILE and path.exists():
+        return _rwkv(path)
     raise ConfigError(
         f"vocab: {vocab!r} is neither a built-in vocabulary ({', '.join(BUILTIN)}) nor a tokenizer.json, "
         "tokenizer.model or .tiktoken file, nor a directory with one"
@@ -130,9 +132,8 @@ def _from_files(directory: Path) -> TextTokenizer | None:
         return _sentencepiece(directory / "tokenizer.model")
     if (directory / "tokenizer.jsonl").exists():
         return _plamo(directory / "tokenizer.jsonl")
-    if (path := directory / rwkv.FILE).exists():
-        config, added = _json(directory / "tokenizer_config.json"), _json(directory / "added_tokens.json")
-        return _load_pieces(rwkv.rwkv_metadata(path, config, added), path)
+    if (directory / rwkv.FILE).exists():
+        return _rwkv(directory / rwkv.FILE)
     for name, kind in _UNREADABLE.items():
         if (directory / name).exists():
             raise UnsupportedFormat(
@@ -157,6 +158,12 @@ def _sentencepiece(path: Path) -> TextTokenizer:
 def _plamo(path: Path) -> TextTokenizer:
     """PLaMo 2's tokenizer.jsonl, with BOS and EOS as tokenizer_config.json next to it sets them."""
     return _load_pieces(plamo_metadata(path, _json(path.parent / "tokenizer_config.json")), path)
+
+
+def _rwkv(path: Path) -> TextTokenizer:
+    """RWKV's list of tokens, with what the JSON files next to it say."""
+    files = (_json(path.parent / name) for name in ("tokenizer_config.json", "added_tokens.json"))
+    return _load_pieces(rwkv.rwkv_metadata(path, *files), path)
 
 
 def _load_pieces(metadata: Mapping[str, object], path: Path) -> TextTokenizer:
@@ -233,6 +240,8 @@ def _sources(
         found = _json(directory / "chat_template.json").get("chat_template")  # of a processor of images
         if isinstance(found, str):
             return "chat_template.json", {"default": found}
+        if (directory / rwkv.FILE).exists():
+            return rwkv.FILE, {"default": rwkv.TEMPLATE}
     key = "tokenizer.chat_template"
     named = {k.removeprefix(f"{key}."): metadata[k] for k in metadata if k.startswith(f"{key}.")}
     usual = metadata.get(key)

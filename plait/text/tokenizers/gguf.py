@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -60,7 +61,7 @@ def _tokens(metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
     if len(kinds) != len(tokens):
         raise BadFile(f"tokenizer.ggml.token_type has {len(kinds)} entries for {len(tokens)} tokens")
     if len(set(tokens)) != len(tokens):
-        twice = next(t for n, t in enumerate(tokens) if t in tokens[:n])
+        twice = Counter(tokens).most_common(1)[0][0]
         raise BadFile(f"tokenizer.ggml.tokens holds {twice!r} twice; an id would never be produced")
     return tokens, kinds
 
@@ -184,9 +185,12 @@ def _plamo(metadata: Mapping[str, object]) -> TextTokenizer:
 def _rwkv(metadata: Mapping[str, object]) -> TextTokenizer:
     """An empty line ends a turn, where the file says so. It is an ordinary token of texts all the same."""
     tokens, kinds = _tokens(metadata)
-    engine, turn = RwkvEngine(tokens, kinds), _id(metadata, "eot", len(tokens))
-    found = _assemble("gguf:rwkv", engine, metadata, (tokens, kinds), add_bos=False, ends=("eos", "eom"))
-    return found if turn is None else found.with_ends(frozenset((turn,)))
+    engine = RwkvEngine(tokens, kinds)
+    named = {key: i for key in ("eos", "eot", "eom") if (i := _id(metadata, key, len(tokens))) is not None}
+    turns = frozenset(i for i in named.values() if engine.has_token(i))
+    control = [key for key, i in named.items() if i not in turns]
+    found = _assemble("gguf:rwkv", engine, metadata, (tokens, kinds), add_bos=False, ends=control)
+    return found.with_ends(turns) if turns else found
 
 
 def _sentencepiece(metadata: Mapping[str, object]) -> TextTokenizer:

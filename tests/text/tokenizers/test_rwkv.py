@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.errors import BadFile
+from plait.errors import BadFile, UnsupportedFormat
 from plait.text.load import load_chat_template, load_tokenizer
 from plait.text.tokenizers.gguf import gguf_tokenizer
 from plait.text.tokenizers.rwkv import FILE, TEMPLATE_NAME, rwkv_metadata
@@ -97,12 +97,122 @@ def test_llama_cpps_name_of_a_template_is_that_template(tmp_path: Path) -> None:
     assert ids == longest("System: be brief\n\nUser: hi\n\nAssistant:")
 
 
-@pytest.mark.parametrize("line", ["5 'ab' 3", "x 'a' 1", "7 'a'", "9 '\\x4' 2", "900000 'zz' 2"])
-def test_a_damaged_file_is_refused(line: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("900 'ab' 3", "has 2 bytes, not '3'"),
+        ("x 'a' 1", "it is not id, text and length of a new token"),
+        ("0 'zz' 2", "it is not id, text and length of a new token"),
+        ("5 'zz' 2", "it is not id, text and length of a new token"),
+        ("700 'a'", "is not between quotes"),
+        ("700 xzzx 2", "is not between quotes"),
+        ("900 '\\x4' 2", "is no text of a token"),
+        ("900000 'zz' 2", "tokens have ids up to 900000"),
+        ("300 'ab' 2", "holds 'ab' twice"),
+        (f"300 {'a' * 1025!r} 1025", "its longest token has 1025 bytes"),
+    ],
+)
+def test_a_damaged_file_is_refused(line: str, message: str, tmp_path: Path) -> None:
     path = write_file(tmp_path)
     path.write_text(path.read_text(encoding="utf-8") + line + "\n", encoding="utf-8")
-    with pytest.raises(BadFile):
+    with pytest.raises(BadFile, match=message):
         load_tokenizer(directory=tmp_path)
+
+
+@pytest.mark.parametrize("raw", [b"\x00\n\x01\n\xff\n", b"b'\\x00'\n", b""])
+def test_the_list_that_rwkv_5_had_first_is_refused(raw: bytes, tmp_path: Path) -> None:
+    (tmp_path / FILE).write_bytes(raw)
+    with pytest.raises(UnsupportedFormat, match="RWKV-5 had an older list first"):
+        load_tokenizer(directory=tmp_path)
+
+
+def test_a_folder_with_that_name_is_refused(tmp_path: Path) -> None:
+    (tmp_path / FILE).mkdir()
+    with pytest.raises(BadFile, match="cannot be read"):
+        load_tokenizer(directory=tmp_path)
+
+
+def test_a_vocabulary_is_named_by_its_file(tmp_path: Path) -> None:
+    path = write_file(tmp_path)
+    found = load_tokenizer(vocab=str(path))
+    assert found is not None
+    assert found.encode("abcd", add_special=False) == longest("abcd")
+
+
+def test_a_token_of_nothing_moves_no_other_id(tmp_path: Path) -> None:
+    metadata = rwkv_metadata(write_file(tmp_path), {}, {})
+    tokens, kinds = (list(metadata[f"tokenizer.ggml.{key}"]) for key in ("tokens", "token_type"))  # type: ignore[call-overload]
+    text = "日本 the abcd"
+    for at in (1, 40):
+        more = {"tokens": [*tokens[:at], "", *tokens[at:]], "token_type": [*kinds[:at], 1, *kinds[at:]]}
+        found = gguf_tokenizer({**metadata, **{f"tokenizer.ggml.{key}": more[key] for key in more}})
+        assert found is not None
+        assert found.encode(text) == [i + (i >= at) for i in longest(text)]
+        assert found.is_hole(at)
+
+
+def test_two_spellings_of_the_same_bytes_are_refused(tmp_path: Path) -> None:
+    metadata = rwkv_metadata(write_file(tmp_path), {}, {})
+    tokens, kinds = (list(metadata[f"tokenizer.ggml.{key}"]) for key in ("tokens", "token_type"))  # type: ignore[call-overload]
+    more = {"tokens": [*tokens, "\\x61b"], "token_type": [*kinds, 1]}
+    with pytest.raises(BadFile, match="two tokens have the same bytes"):
+        gguf_tokenizer({**metadata, **{f"tokenizer.ggml.{key}": more[key] for key in more}})
+
+
+def test_tokens_that_were_added_are_found(tmp_path: Path) -> None:
+    count = len(LITERALS)
+    config = {
+        "added_tokens_decoder": {
+            "0": {"content": "<|end|>", "special": True},
+            str(count + 1): {"content": "<think>", "special": False},
+            str(count + 2): {"content": "<|stop|>", "special": True},
+        }
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<tool>": count + 3}))
+    found = tokenizer(tmp_path)
+    assert found.encode("a<think>b<tool>") == [*longest("a"), count + 1, *longest("b"), count + 3]
+    assert count + 2 not in found.encode("<|stop|>")
+    assert found.encode("<|stop|>", allow_special=True) == [count + 2]
+    assert found.token_text(0) == "<|end|>"
+    assert not any(map(found.is_hole, range(count + 4)))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"added_tokens_decoder": {"x": {"content": "a"}}}, {"added_tokens_decoder": {"300": "a"}}],
+)
+def test_added_tokens_that_cannot_be_are_refused(config: dict[str, object], tmp_path: Path) -> None:
+    with pytest.raises(BadFile, match="added"):
+        rwkv_metadata(write_file(tmp_path), config, {})
+    with pytest.raises(BadFile, match="and 'other' was added as it"):
+        rwkv_metadata(tmp_path / FILE, {}, {"other": 5})
+
+
+@pytest.mark.parametrize("key", ["eos", "eot", "eom"])
+def test_an_ordinary_token_that_ends_stays_one_of_texts(key: str, tmp_path: Path) -> None:
+    (line,) = longest("\n\n")
+    metadata = rwkv_metadata(write_file(tmp_path), {}, {}) | {f"tokenizer.ggml.{key}_token_id": line}
+    found = gguf_tokenizer(metadata)
+    assert found is not None
+    assert found.encode("a\n\nb", allow_special=True) == longest("a\n\nb")
+    assert line in found.eos_token_ids
+    assert line not in found.special_ids
+
+
+@pytest.mark.parametrize("named", ["\n\n", {"content": "\n\n"}])
+def test_a_folder_ends_turns_where_its_files_say(named: object, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": named}))
+    assert tokenizer(tmp_path).eos_token_ids == {0, *longest("\n\n")}
+
+
+def test_a_folder_without_a_template_has_llama_cpps(tmp_path: Path) -> None:
+    found = tokenizer(tmp_path)
+    made = load_chat_template(directory=tmp_path, tokenizer=found)
+    assert made is not None
+    ids = made.render([{"role": "user", "content": "hi"}, {"role": "assistant"}])
+    made.close()
+    assert ids == longest("User: hi\n\nAssistant: \n\nAssistant:")
 
 
 def test_a_vocabulary_without_some_byte_is_refused(tmp_path: Path) -> None:
