@@ -41,7 +41,7 @@ CAPS = {
     "server": 18_900,
     "spec": 1_160,
     "state": 2_100,
-    "text": 9_580,
+    "text": 9_860,
     "verify": 3_330,
     "worker": 2_490,
 }
