@@ -1,7 +1,7 @@
 """Train a head of EAGLE-3 for a frozen model, on a CPU: what `--speculate HEAD` drafts with.
 
     python examples/train_eagle_head.py --model MODEL --out my-head --minutes 30
-    plait run MODEL --speculate my-head
+    plait serve MODEL --speculate my-head
 
 It needs no text: Plait lets the model write, greedily and by drawing, and the head learns what the model
 itself goes on with, from states that the model makes in its layers. `--prompts` has a text a line to begin
@@ -25,12 +25,15 @@ from torch import Tensor
 
 from plait import LLM, SamplingParams
 from plait.config import EngineConfig
+from plait.errors import ConfigError, PlaitError
 from plait.loading.open_model import load_decoder, open_model
 from plait.loading.target import make_target
 from plait.memory import block_groups
-from plait.model.eagle import ObservedDecoder
+from plait.model.eagle import ObservedDecoder, check_model
 from plait.runner.batches.inputs import build_batch
 from plait.schedule.plan import Chunk, StepPlan
+from plait.spec.draft_heads import EagleSpec
+from plait.spec.model import ModelSpec
 from plait.state.store import StateStore
 
 ROWS = 8  # replies of a step
@@ -88,6 +91,20 @@ def write_replies(options: argparse.Namespace) -> list[list[int]]:
     return found
 
 
+def usual_head(model: ModelSpec) -> EagleSpec:
+    """A head of a model's width that reads three states. Raises ConfigError where none can draft for it."""
+    sizes = {
+        "hidden_size": model.hidden_size,
+        "model_size": model.hidden_size,
+        "vocab_size": model.vocab_size,
+    }
+    spec = EagleSpec("eagle3", layers=(), norm=model.norm, max_len=model.max_len, **sizes)
+    check_model(spec, model)
+    if model.logit_softcap:
+        raise ConfigError("its logits have a softcap, which this script does not learn")
+    return spec
+
+
 class Teacher:
     """The frozen model, of which Plait computes all: states, logits, embeddings."""
 
@@ -97,8 +114,7 @@ class Teacher:
         decoder = load_decoder(opened, target, lambda what, done, total: None, ObservedDecoder)
         assert isinstance(decoder, ObservedDecoder)
         self.decoder, self.spec, self.size = decoder, decoder.spec, target.block_size
-        count = len(self.spec.layers)
-        decoder.layers = (2, count // 2, count - 3)
+        decoder.layers = usual_head(self.spec).list_taps(len(self.spec.layers))
         self.groups = block_groups(decoder.states)
 
     @torch.inference_mode()
@@ -130,13 +146,16 @@ class Teacher:
         return self.decoder.embed(flat, torch.zeros_like(flat)).view(*ids.shape, -1)
 
     @torch.inference_mode()
-    def read_output(self, tokens: Tensor) -> Tensor:
-        """The columns of these tokens in the output head, [hidden, tokens]: its logits of unit vectors.
+    def read_output(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The columns of these tokens in the output head, [hidden, tokens], and their biases, [tokens].
 
-        A softcap is left out, which does not change what is likeliest.
+        They are its logits of unit vectors, and of nothing.
         """
-        units = torch.eye(self.spec.hidden_size)
-        return torch.cat([self.decoder.head(some)[:, tokens] for some in units.split(64)])
+        size = self.spec.hidden_size
+        bias = self.decoder.head(torch.zeros(1, size))[0, tokens]
+        return torch.cat(
+            [self.decoder.head(some)[:, tokens] for some in torch.eye(size).split(64)]
+        ) - bias, bias
 
 
 def multiplies_rounded() -> bool:
@@ -171,7 +190,8 @@ def train(options: argparse.Namespace, teacher: Teacher, rows: Tensor, ends: flo
     parts = [*zip(*teacher.read(rows), strict=True)]
     states, last = (torch.cat(part).clone() for part in parts)
     head, rng = make_head(teacher, rows, options), random.Random(options.seed)
-    output, rounds = teacher.read_output(head.tokens).clone(), multiplies_rounded()
+    output, bias = (part.clone() for part in teacher.read_output(head.tokens))
+    rounds = multiplies_rounded()
     head.begin(output)
     optimizer = torch.optim.AdamW(head.parameters(), betas=(0.9, 0.95))
 
@@ -180,7 +200,7 @@ def train(options: argparse.Namespace, teacher: Teacher, rows: Tensor, ends: flo
         places = torch.arange(rng.randrange(EVERY), length - DEPTH - 1, EVERY)
         behind = places[:, None] + torch.arange(1, DEPTH + 1)
         with torch.autocast("cpu", torch.bfloat16, enabled=rounds):
-            expected = last[chosen][:, behind].float() @ output
+            expected = last[chosen][:, behind].float() @ output + bias
             return head.losses(teacher.embed(ids).clone(), states[chosen].float(), expected, places)
 
     step, start = 0, time.monotonic()
@@ -209,6 +229,11 @@ def train(options: argparse.Namespace, teacher: Teacher, rows: Tensor, ends: flo
 def main(arguments: list[str] | None = None) -> int:
     """Write replies, train and save; returns the exit status."""
     options, began = parse(arguments), time.monotonic()
+    try:
+        usual_head(open_model(options.model, EngineConfig()).resolved.spec)
+    except PlaitError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     torch.set_num_threads(options.threads)
     replies = write_replies(options)
     print(f"{len(replies)} replies of {sum(map(len, replies))} tokens", flush=True)

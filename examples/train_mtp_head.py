@@ -4,7 +4,7 @@
 
 It needs no text: Plait lets the model write, greedily and by drawing, from random beginnings, and the head
 learns what the model itself goes on with. The result is mtp.safetensors next to the model, of 1.3 MB:
-`plait run examples/nano-hybrid --speculate mtp`.
+`plait serve examples/nano-hybrid --speculate mtp`.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from plait.cli.common.options import (
     write_json,
 )
 from plait.cli.common.progress import LoadingBar, Status
-from plait.cli.common.unread_flags import refuse_in_verify
+from plait.cli.common.unread_flags import name_head, refuse_in_verify
 from plait.cli.common.verify_effects import HAPPENED, NOTHING
 from plait.cli.info import make_heading
 from plait.config import EngineConfig
@@ -147,7 +147,7 @@ def verify(
     """
     if add_missing and (certificate is None or cell is not None):
         raise click.UsageError("--add-missing is about the file of --certificate; name one, and no --cell")
-    config = EngineConfig(**engine_settings({**given, **OWN_SETTINGS, "speculate": head or "off"}))
+    config = EngineConfig(**engine_settings({**given, **OWN_SETTINGS, "speculate": name_head(head)}))
     made_up = None if model else family or certificate or cell
     refuse_in_verify(family, made_up, cell, has_ranks=config.num_ranks > 1)
     if family is not None:

@@ -7,7 +7,7 @@ llama.cpp's files have an architecture of their own, in which `d2t` has the toke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sized
 
 from torch import Tensor
 
@@ -22,7 +22,7 @@ from plait.families.detect.detect import Shapes
 from plait.families.gguf.config import gguf_config
 from plait.families.gguf.names import ROPE_TABLES, usual_names
 from plait.families.llama import QWEN, dense
-from plait.families.resolve import FILE, SET, parse_override
+from plait.families.resolve import FILE
 from plait.spec.draft_heads import EagleSpec
 
 PREFIXES, FIRST = ("", "model."), ("midlayer", "layers.0")
@@ -44,17 +44,14 @@ def find_first_layer(shapes: Shapes) -> tuple[str, str] | None:
     return next((one for one in places if f"{''.join(one)}.hidden_norm.weight" in shapes), None)
 
 
-def resolve_eagle(
-    config: Mapping[str, object] | None, shapes: Shapes, *, overrides: Sequence[str] = ()
-) -> Resolved:
-    """What an EAGLE-3 head is. Its spec is an `EagleSpec`. Raises UnsupportedModel, ConfigError.
+def resolve_eagle(config: Mapping[str, object] | None, shapes: Shapes) -> Resolved:
+    """What an EAGLE-3 head is. Its spec is an `EagleSpec`. Raises UnsupportedModel.
 
-    config: its config.json; shapes: every tensor, rows first; overrides: `key=value`, which win.
+    config: its config.json; shapes: every tensor, rows first.
     """
     prefix, first = find_first_layer(shapes) or ("", FIRST[0])
-    given = dict(map(parse_override, overrides))
     with blame_config():
-        flat = Config(_flatten(config or {}) | given)
+        flat = _flatten(config or {})
         check_named(flat)
         _check_body(flat)
         c = normalize(
@@ -62,7 +59,7 @@ def resolve_eagle(
         )
         spec = _build(c, flat, shapes, prefix, first)
         check_spec(spec)
-    why = {key: SET if key in given else FILE if key in flat else "from the other keys" for key in c}
+    why = {key: FILE if key in flat else "from the other keys" for key in c}
     names = NameMap(_names(prefix, first), ignored=unused_patterns(c, *UNUSED))
     return Resolved(spec, names, c, why, spec.family)
 
@@ -126,11 +123,12 @@ def _check_body(flat: Config) -> None:
 
 def _build(c: Config, flat: Config, shapes: Shapes, prefix: str, first: str) -> EagleSpec:
     has_norms = f"{prefix}{first}.self_attn.q_norm.weight" in shapes
+    has_table = f"{prefix}embed_tokens.weight" in shapes and "lm_head.weight" not in shapes
     body, _ = dense(c, "eagle3", qk_norm=norm(c) if has_norms else None)
     if not body.layers:
         raise UnsupportedModel("num_hidden_layers is 0, and a head has a layer at least")
     num_drafted = c.get("draft_vocab_size") or c["vocab_size"]
-    norms = "all" if flat.get("norm_before_fc") else "each" if flat.get("fc_norm") else None
+    norms = "all" if _is_set(flat, "norm_before_fc") else "each" if _is_set(flat, "fc_norm") else None
     return EagleSpec(
         family="eagle3",
         hidden_size=body.hidden_size,
@@ -138,28 +136,40 @@ def _build(c: Config, flat: Config, shapes: Shapes, prefix: str, first: str) -> 
         layers=body.layers,
         norm=body.norm,
         max_len=body.max_len,
+        tied=bool(c.get("tie_word_embeddings")) and has_table,
         num_drafted=num_drafted,
         model_size=c.get("target_hidden_size") or c["hidden_size"],
-        taps=_taps(flat, shapes, prefix),
+        taps=_taps(flat),
         norms_states=norms,
-        keeps_normed=bool(flat.get("norm_before_residual")),
-        passes_normed=bool(flat.get("norm_output")),
+        keeps_normed=_is_set(flat, "norm_before_residual"),
+        passes_normed=_is_set(flat, "norm_output"),
     )
 
 
-def _taps(flat: Config, shapes: Shapes, prefix: str) -> tuple[int, ...] | None:
+def _taps(flat: Config) -> tuple[int, ...] | None:
     """The layers before which states are read; None: the usual three; empty: behind the model's last norm.
 
     At the top of a config they are counted so (vLLM). In `eagle_config` they are layers behind which states
     are read (SGLang, ModelOpt).
     """
     own = flat.get(EAGLE_CONFIG) or {}
-    if not own.get("use_aux_hidden_state", True) or f"{prefix}fc.weight" not in shapes:
+    if not _is_set(own, "use_aux_hidden_state", usual=True):
         return ()
-    if before := flat.get(TAPS):
-        return tuple(map(int, before))
-    behind = own.get(TAPS)
-    return tuple(int(layer) + 1 for layer in behind) if behind else None
+    before, behind = flat.get(TAPS), own.get(TAPS)
+    for layer in (*(before or ()), *(behind or ())):
+        if type(layer) is not int:
+            raise UnsupportedModel(f"{TAPS} has {str(layer)[:40]!r}, which is no number of a layer")
+    if before:
+        return tuple(before)
+    return tuple(layer + 1 for layer in behind) if behind else None
+
+
+def _is_set(config: Mapping[str, object], key: str, *, usual: bool = False) -> bool:
+    """A flag of a config. Raises UnsupportedModel for what is neither true nor false."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise UnsupportedModel(f"{key} is {str(value)[:40]!r}, not true or false")
+    return usual if value is None else value
 
 
 def _names(prefix: str, first: str) -> Rules:

@@ -6,7 +6,7 @@ llama.cpp's files have an architecture of their own, in which the layers are wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
@@ -22,7 +22,7 @@ from plait.families.detect.detect import Shapes
 from plait.families.gemma4 import DEFAULTS, HONOURS, attention_of, feed_of, layer_names, names_in_gguf
 from plait.families.gguf.config import gguf_config
 from plait.families.gguf.names import ROPE_TABLES, usual_names
-from plait.families.resolve import FILE, SET, parse_override
+from plait.families.resolve import FILE
 from plait.spec.draft_heads import AssistantSpec
 from plait.spec.model import BranchSpec, ModelSpec
 
@@ -38,21 +38,17 @@ def is_assistant(config: Mapping[str, object] | None) -> bool:
     return config is not None and config.get("model_type") in tuple(WINDOWS)
 
 
-def resolve_assistant(config: Mapping[str, object], *, overrides: Sequence[str] = ()) -> Resolved:
-    """What an assistant is. Its spec is an `AssistantSpec`. Raises UnsupportedModel, ConfigError.
-
-    overrides: `key=value`, which win.
-    """
-    given = dict(map(parse_override, overrides))
+def resolve_assistant(config: Mapping[str, object]) -> Resolved:
+    """What an assistant is. Its spec is an `AssistantSpec`. Raises UnsupportedModel."""
     with blame_config():
-        flat = Config(flatten(config) | given)
+        flat = Config(flatten(config))
         flat.pop("architectures", None)
         check_named(flat)
         usual = {**DEFAULTS, "sliding_window": WINDOWS[str(config["model_type"])]}
         c = normalize(flat, usual, HONOURS, GEMMA_WORDS)
         spec = build_assistant(c)
         check_spec(spec)
-    why = {key: SET if key in given else FILE if key in flat else "from the other keys" for key in c}
+    why = {key: FILE if key in flat else "from the other keys" for key in c}
     own: Rules = {**layer_names(c, "model."), **{part: f"{part}_projection" for part in ("pre", "post")}}
     ignored = unused_patterns(c, CENTROIDS, r"\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
     return Resolved(spec, NameMap(own, text_tensors(transformer), ignored=ignored), c, why, spec.family)

@@ -6,6 +6,7 @@ Either runs like the model it drafts for, on its threads, in memory of its own.
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -17,7 +18,8 @@ from plait.config import EngineConfig
 from plait.engine.device import choose_dtype, free_memory, out_of_memory
 from plait.engine.draft_places import plan_head_places, plan_places
 from plait.engine.memory_plan import gib
-from plait.errors import ConfigError
+from plait.errors import ConfigError, PlaitError
+from plait.loading.draft_heads import HEAD_FORMAT
 from plait.loading.kernel_trials.plan import OpKinds
 from plait.loading.kernel_trials.trials import try_kernels
 from plait.loading.make_runner import make_sampler
@@ -57,7 +59,7 @@ from plait.text.tokenizers.tokenizer import Tokenizer
 log = logging.getLogger("plait")
 step_log = logging.getLogger("plait.step")
 PROBE_TEXT = "It's 12:34:56 now…\n\n\tdef naïve(x): return {'Ω': x**2, \"日本\": -0.5}  # ABC_def 🙂\r\n"
-DRAFT_FORMAT = "q4_1"
+_SET = re.compile(r"; [^;]*--set [^;]*$")  # advice that holds for the model alone
 PROBE_IDS = 499  # tokens, spread over the vocabulary, of which the texts are compared; a prime
 
 
@@ -136,7 +138,9 @@ def open_draft(config: EngineConfig, spec: ModelSpec, tokenizer: Tokenizer | Non
     try:
         opened = open_model(name, own, drafts=True)
     except ConfigError as error:
-        raise ConfigError(f"speculate: {error} (it is off, ngram, mtp, or a draft model)") from error
+        raise ConfigError(f"speculate: {error} (it is off, ngram, mtp, a head or a draft model)") from error
+    except PlaitError as error:  # whose options are the other model's
+        raise type(error)(f"speculate: {name}: {_SET.sub('', str(error))}") from error
     draft = opened.resolved.spec
     if isinstance(draft, DraftHeadSpec):  # it has no tokenizer, and is checked with its model
         return opened
@@ -191,13 +195,13 @@ def check_mtp(opened: Opened) -> None:
 def load_head(opened: Opened, target: Target, trunk: Decoder) -> MtpHead:
     """The head of a loaded model, with its tables where one rank has all of them. Raises CheckpointError.
 
-    On a CPU its weights that are plain numbers are kept in `DRAFT_FORMAT`, and so is an output head of its
+    On a CPU its weights that are plain numbers are kept in `HEAD_FORMAT`, and so is an output head of its
     own if the model's is plain: a draft token is read from memory, and is checked anyway.
     """
     own = replace(target, bound=[], shelf=None, feed=None, cuts=Cuts(), ranks=None, weights_nbytes=0)
     own.encoded, spec, is_encoded = Counter(), opened.resolved.spec, False
     if target.executor is not None and target.quantize is None:
-        own.quantize = DRAFT_FORMAT
+        own.quantize = HEAD_FORMAT
     if target.shelf is not None:
         own.shelf = shelf_of(opened, own, part="head")
     target.drafts, weights = own, Weights(opened.checkpoint, opened.resolved.names, own)

@@ -289,9 +289,9 @@ def _resolve(
         if metadata is not None and is_assistant_gguf(metadata):
             return resolve_assistant_gguf(metadata, shapes, read)
         if metadata is None and find_first_layer(shapes):
-            return resolve_eagle(raw, shapes, overrides=config.set)
+            return resolve_eagle(raw, shapes)
         if metadata is None and raw is not None and is_assistant(raw):
-            return resolve_assistant(raw, overrides=config.set)
+            return resolve_assistant(raw)
         found = resolve(
             own_config(metadata or {}) if own else raw,
             shapes,

@@ -72,6 +72,12 @@ class ObservedDecoder(Decoder):
         self._combine = weights.bind(combine)
         self._states: dict[int, Tensor] = {}
 
+    def __call__(self, batch: Batch, store: StateStore) -> Tensor:
+        """See `Decoder`. Logits alone: no head reads on."""
+        logits = super().__call__(batch, store)
+        self._states = {}
+        return logits
+
     def take_states(self) -> dict[int, Tensor]:
         """Of the last pass, once: [T, hidden] before each of `layers`."""
         states, self._states = self._states, {}
@@ -118,10 +124,16 @@ def check_model(s: EagleSpec, model: ModelSpec) -> None:
             f"speculate: the head drafts for a vocabulary of {s.vocab_size} tokens, and this model has "
             f"{model.vocab_size}: it was trained for another model"
         )
+    if not layers and s.hidden_size != s.model_size:
+        raise ConfigError(
+            f"speculate: the head goes on from states of {s.hidden_size} numbers, and the model's have "
+            f"{s.model_size}: it lacks the product between them"
+        )
     if outside := [layer for layer in layers if not 0 <= layer <= count]:
         raise ConfigError(f"speculate: the head reads states before layer {outside[0]}, of {count} layers")
-    if model.streams or model.front:
+    if model.streams or model.front or model.positions:
         what = "several residual streams" if model.streams else "learned tokens before each text"
+        what = "learned positions" if model.positions else what
         raise ConfigError(f"speculate: heads of EAGLE-3 are not read by models with {what}; try ngram")
 
 
@@ -173,6 +185,8 @@ class EagleHead(DraftHead):
     def _find_output(
         self, own: Weights, trunk: Decoder | None, model: ModelSpec, model_weights: Weights
     ) -> LmHead:
+        if self.spec.tied:
+            return LmHead(self.spec, own)
         if "head.weight" in own:
             return LmHead(replace(self.spec, vocab_size=self.spec.num_drafted), own)
         if (model.hidden_size, model.vocab_size) != (self.spec.hidden_size, self.spec.num_drafted):

@@ -1,4 +1,4 @@
-"""Passes of a head for multi-token prediction: recorded once as a native program, or op by op."""
+"""Passes of a head that drafts: recorded once as a native program, or op by op."""
 
 from __future__ import annotations
 

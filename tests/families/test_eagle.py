@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,14 +11,22 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.weights import Target, Weights
-from plait.errors import ConfigError, PlaitError, ShapeMismatch, UnsupportedModel
+from plait.errors import ConfigError, MissingTensor, PlaitError, ShapeMismatch, UnsupportedModel
 from plait.families.eagle import find_first_layer, is_eagle_gguf, resolve_eagle, resolve_eagle_gguf
 from plait.families.resolve import resolve
 from plait.memory import block_groups
-from plait.model.eagle import EagleHead, ObservedDecoder, StateReader, row_size, take_observed
+from plait.model.eagle import (
+    EagleHead,
+    ObservedDecoder,
+    StateReader,
+    check_model,
+    row_size,
+    take_observed,
+)
 from plait.runner.batches.inputs import build_batch
 from plait.schedule.plan import Chunk, StepPlan
 from plait.spec.draft_heads import EagleSpec
+from plait.spec.model import ModelSpec, NormSpec
 from plait.state.store import StateStore
 from tests.families import tiny
 from tests.families.eagle_oracle import LAYOUTS, VOCAB, EagleOracle
@@ -140,6 +149,9 @@ def test_head_drafts_as_the_reference_does(made: Made) -> None:
         ({"num_attention_heads": 3}, "cannot share 2 key-value heads"),
         ({"draft_vocab_size": "many"}, "num_drafted is 'many', not a number"),
         ({"eagle_aux_hidden_state_layer_ids": 5}, "config.json has values that cannot be"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2.5, 4]}, "'2.5', which is no number of a layer"),
+        ({"eagle_aux_hidden_state_layer_ids": [True, 2, 4]}, "'True', which is no number of a layer"),
+        ({"norm_output": "false"}, "norm_output is 'false', not true or false"),
     ],
 )
 def test_heads_that_cannot_be_are_refused(changes: dict[str, object], message: str, tmp_path: Path) -> None:
@@ -180,6 +192,28 @@ def build_head(oracle: EagleOracle, **changes: object) -> EagleHead:
     if spec.list_taps(7):
         StateReader(spec, weights, model.spec)
     return EagleHead(spec, weights, None, model.spec, lent)
+
+
+def test_a_head_that_is_cut_off_is_refused(tmp_path: Path) -> None:
+    oracle = EagleOracle("wide", tmp_path)
+    del oracle.tensors["fc.weight"]
+    with pytest.raises(MissingTensor, match=r"fc\.weight"):
+        build_head(oracle)
+    spec, _ = describe(oracle, eagle_config={"use_aux_hidden_state": False}, norm_before_fc=False)
+    model = ModelSpec("llama", 32, VOCAB, ((),) * 7, NormSpec(), 64)
+    with pytest.raises(ConfigError, match="goes on from states of 48 numbers, and the model's have 32"):
+        check_model(spec, model)
+    with pytest.raises(ConfigError, match="not read by models with learned positions"):
+        check_model(replace(spec, hidden_size=32), replace(model, positions=9))
+
+
+def test_a_tied_head_reads_its_own_table(tmp_path: Path) -> None:
+    oracle = EagleOracle("modelopt", tmp_path)
+    del oracle.tensors["lm_head.weight"]
+    head = build_head(oracle, tie_word_embeddings=True)
+    last = torch.randn(2, 32)
+    normed = head.norm(last)
+    assert worst(head.logits(last), normed @ oracle.tensors["embed_tokens.weight"].T) <= TOLERANCE
 
 
 def test_tokens_that_a_vocabulary_has_not_are_refused(tmp_path: Path) -> None:

@@ -78,6 +78,8 @@ def test_text_is_the_same_with_a_head_as_without(published: AssistantOracle) -> 
             one = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
             outputs += llm.generate(prompts[1], one)
             found.append([[tuple(c.token_ids) for c in out.outputs] for out in outputs])
+            drafts = llm.front.loop.engine.speculation  # type: ignore[attr-defined]
+            assert not words or (drafts.num_drafted > 0 and drafts.error is None)
     assert found[0] == found[1]
 
 

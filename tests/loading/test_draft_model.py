@@ -131,7 +131,9 @@ def test_models_without_a_tokenizer_are_compared_by_size_alone(hybrid: Loaded) -
 
 @pytest.mark.parametrize("name", ["ngramm", "/nowhere/at/all"])
 def test_what_is_not_there_says_what_speculate_may_be(hybrid: Loaded, name: str) -> None:
-    with pytest.raises(ConfigError, match=r"^speculate: .* \(it is off, ngram, mtp, or a draft model\)$"):
+    with pytest.raises(
+        ConfigError, match=r"^speculate: .* \(it is off, ngram, mtp, a head or a draft model\)$"
+    ):
         drafting(hybrid, speculate=name)
 
 

@@ -83,12 +83,14 @@ def test_text_is_the_same_with_a_head_as_without(published: Published) -> None:
             one = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
             outputs += llm.generate(prompts[1], one)  # turns are of one sequence
             found.append([[tuple(c.token_ids) for c in out.outputs] for out in outputs])
+            drafts = llm.front.loop.engine.speculation  # type: ignore[attr-defined]
+            assert not words or (drafts.num_drafted > 0 and drafts.error is None)
     assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("options", [{}, {"ops": "reference"}], ids=["native", "reference"])
 def test_drafts_are_those_of_the_reference(first: Published, options: dict[str, str]) -> None:
-    """On a CPU weights of a head are in five bits: these are whole multiples of a number there."""
+    """Of references the very tokens; native ones have weights in five bits, and draft tokens it knows."""
     oracle = first.oracle
     made = first.load(**options)
     try:

@@ -35,3 +35,12 @@ def refuse_in_verify(family: str | None, made_up: object, cell: str | None, *, h
             "ranks run the same requests",
         ),
     )
+
+
+def name_head(head: str | None) -> str:
+    """What `--speculate` is, of `plait verify --head`. Raises UsageError for what names no head."""
+    if head in ("", "off", "ngram", "mtp"):
+        raise click.UsageError(
+            f"--head {head}: it takes a head of its own files; all other drafts are checked anyway"
+        )
+    return head or "off"

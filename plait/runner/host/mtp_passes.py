@@ -1,4 +1,4 @@
-"""Passes of a head for multi-token prediction as one native program, recorded here or in an earlier run."""
+"""Passes of a head that drafts as one native program, recorded here or in an earlier run."""
 
 from __future__ import annotations
 
