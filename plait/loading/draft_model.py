@@ -139,7 +139,7 @@ def open_draft(config: EngineConfig, spec: ModelSpec, tokenizer: Tokenizer | Non
         opened = open_model(name, own, drafts=True)
     except ConfigError as error:
         raise ConfigError(f"speculate: {error} (it is off, ngram, mtp, a head or a draft model)") from error
-    except PlaitError as error:  # whose options are the other model's
+    except PlaitError as error:  # its options are the other model's
         raise type(error)(f"speculate: {name}: {_SET.sub('', str(error))}") from error
     draft = opened.resolved.spec
     if isinstance(draft, DraftHeadSpec):  # it has no tokenizer, and is checked with its model
