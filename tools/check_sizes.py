@@ -26,7 +26,7 @@ CAPS = {
     "checkpoint": 5_740,
     "cli": 6_340,
     "cluster": 3_600,
-    "convert": 3_640,
+    "convert": 3_700,
     "engine": 2_670,
     "families": 21_050,
     "frontend": 1_680,
