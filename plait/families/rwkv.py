@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,7 @@ PUBLISHED = HfConfig(words={"norm_eps": "layer_norm_epsilon"}, attends=False)
 MIX, FFN = "layers.{i}.mix", "layers.{i}.ffn"
 L4, L7 = "rwkv.blocks.{i}", "model.layers.{i}"
 ARWKV = "arwkv7"  # Qwen2 with RWKV-7's time mixing
+HEADS_EPS = 64e-5  # of RWKV-7's norm of heads in llama.cpp, whatever the file says
 LN_OUT = 1e-5  # eps of RWKV-4's last norm, whatever layer_norm_epsilon says
 
 
@@ -54,10 +57,14 @@ def rwkv(c: Config) -> tuple[ModelSpec, NameMap]:
         f"{MIX}.decay": negative_exp(f"{L4}.attention.time_decay"),
         f"{MIX}.first": f"{L4}.attention.time_first",
     }
-    tied = (r"^head\.weight$",) if c["tie_word_embeddings"] else ()
     last = NormSpec(LN_OUT * 4.0 ** halved[-1], "layer")
     spec = model(c, "rwkv", layers, embed_norm=norm(c, "layer"), norm=last)
-    return spec, NameMap(names, ignored=unused_patterns(c, *tied))
+    return spec, NameMap(names, ignored=list_unread(c))
+
+
+def list_unread(c: Config) -> tuple[str, ...]:
+    """Tensors that published files of RWKV-4, 5 and 6 may have, and nothing reads."""
+    return unused_patterns(c, *((r"^head\.weight$",) if c["tie_word_embeddings"] else ()))
 
 
 def static_mixes(ours: str, theirs: str, linears: dict[str, str]) -> Rules:
@@ -111,7 +118,8 @@ def rwkv7(c: Config) -> tuple[ModelSpec, NameMap]:
     require(c, "RWKV-7", norm_first=(True,), norm_bias=(True,), hidden_act=("relu2",), attn=({},))
     dim, each = c["head_dim"], norm(c, "layer")
     ffn = BranchSpec("ffn", ChannelMixSpec(c.get("intermediate_size") or 4 * c["hidden_size"]), each)
-    mixers = _mixers7(c, NormSpec(dim * c["norm_eps"], "layer"))
+    eps = HEADS_EPS if "gguf_architecture" in c else dim * c["norm_eps"]
+    mixers = _mixers7(c, NormSpec(eps, "layer"))
     spec = model(c, "rwkv7", [(BranchSpec("mix", m, each), ffn) for m in mixers], embed_norm=each, norm=each)
     return spec, NameMap(_names7(c["hidden_size"] // dim), ignored=unused_patterns(c))
 
@@ -127,7 +135,7 @@ def _mixers7(c: Config, heads: NormSpec | None) -> list[Wkv7Spec]:
 
 def _arwkv7(c: Config) -> ModelSpec:
     """Its time mixing instead of Qwen2's attention, often without gate and norm. Only GGUF has it."""
-    mixers, each = _mixers7(c, NormSpec(64e-5, "layer") if c["has_head_norm"] else None), norm(c)
+    mixers, each = _mixers7(c, NormSpec(HEADS_EPS, "layer") if c["has_head_norm"] else None), norm(c)
     ffn = BranchSpec("ffn", mlp(c), each)
     return model(c, ARWKV, [(BranchSpec("mix", mixer, each), ffn) for mixer in mixers])
 
@@ -218,11 +226,16 @@ def pick_share(n: int, shape: tuple[int, ...], source: str) -> Derived:
 
 @gguf_arch("rwkv7", "RWKV7ForCausalLM", names=_gguf_names)
 def _rwkv7_gguf(m: Metadata) -> None:
-    """The file says that there are 0 attention heads."""
-    m.put("num_attention_heads", None, f"{FILE} {m.prefix}attention.head_count")
+    """Each rank has a key of its own."""
     ranks = {"decay": "decay", "a": "iclr", "v": "value_residual_mix", "gate": "gate"}
     keys = {f"{ours}_low_rank_dim": f"attention.{theirs}_lora_rank" for ours, theirs in ranks.items()}
-    for key, theirs in {"head_dim": "wkv.head_size", **keys}.items():
+    put_known(m, {"head_dim": "wkv.head_size", **keys})
+
+
+def put_known(m: Metadata, keys: Mapping[str, str]) -> None:
+    """What the file says of these keys, and no number of attention heads: it says that there are 0."""
+    m.put("num_attention_heads", None, f"{FILE} {m.prefix}attention.head_count")
+    for key, theirs in keys.items():
         if (value := m.values.get(theirs)) is not None:
             m.put(key, value, f"{FILE} {m.prefix}{theirs}")
 

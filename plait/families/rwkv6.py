@@ -15,8 +15,21 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import mlp, model, norm, require
 from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import Config
-from plait.families.gguf.arch import FILE, Metadata, gguf_arch
-from plait.families.rwkv import FFN, FLA, L4, L7, LN_OUT, MIX, PUBLISHED, channels, pick_share, static_mixes
+from plait.families.gguf.arch import Metadata, gguf_arch
+from plait.families.rwkv import (
+    FFN,
+    FLA,
+    L4,
+    L7,
+    LN_OUT,
+    MIX,
+    PUBLISHED,
+    channels,
+    list_unread,
+    pick_share,
+    put_known,
+    static_mixes,
+)
 from plait.quant.weight import as_tensor
 from plait.spec.model import BranchSpec, ModelSpec, NormSpec
 from plait.spec.recurrent import ChannelMixSpec, Wkv6Spec
@@ -65,7 +78,7 @@ def rwkv6(c: Config) -> tuple[ModelSpec, NameMap]:
     ]
     last = halved(count, eps if is_gguf else LN_OUT)[0]
     spec = model(c, "rwkv6", layers, embed_norm=norm(c, "layer"), norm=last)
-    return spec, NameMap(_names(), ignored=_list_unread(c))
+    return spec, NameMap(_names(), ignored=list_unread(c))
 
 
 @family(
@@ -88,11 +101,7 @@ def rwkv5(c: Config) -> tuple[ModelSpec, NameMap]:
         **static_mixes(FFN, f"{L4}.feed_forward", CHANNEL),
         f"{MIX}.decay": f"{L4}.attention.time_decay",
     }
-    return spec, NameMap(names, ignored=_list_unread(c))
-
-
-def _list_unread(c: Config) -> tuple[str, ...]:
-    return unused_patterns(c, *((r"^head\.weight$",) if c["tie_word_embeddings"] else ()))
+    return spec, NameMap(names, ignored=list_unread(c))
 
 
 def _inner_size(c: Config) -> int:
@@ -288,8 +297,5 @@ def _qrwkv_names(c: Config) -> Rules:
 @gguf_arch("rwkv6", "Rwkv6ForCausalLM", names=_gguf_names)
 @gguf_arch(QRWKV, "Rwkv6ForCausalLM", names=_qrwkv_names, constants={"hidden_act": "silu"}, is_written=False)
 def _rwkv6_gguf(m: Metadata) -> None:
-    """The file says that there are 0 attention heads."""
-    m.put("num_attention_heads", None, f"{FILE} {m.prefix}attention.head_count")
-    for key, theirs in KEYS.items():
-        if (value := m.values.get(theirs)) is not None:
-            m.put(key, value, f"{FILE} {m.prefix}{theirs}")
+    """Sizes, and how often x was halved."""
+    put_known(m, KEYS)

@@ -70,7 +70,7 @@ def checkpoint(c: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def logits(c: dict[str, Any], t: dict[str, Tensor], ids: Tensor) -> Tensor:
-    """ids: [T] -> [T, vocab] float64."""
+    """ids: [T] -> [T, vocab] float64. `heads_eps` instead of what files in safetensors mean: llama.cpp's."""
 
     def layer_norm(x: Tensor, name: str) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], t[f"{name}.weight"], t[f"{name}.bias"], c["norm_eps"])
@@ -119,7 +119,7 @@ def _time_mix(
         heads,
         t[f"{at}.g_norm.weight"],
         t[f"{at}.g_norm.bias"],
-        dim * c["norm_eps"],
+        c.get("heads_eps", dim * c["norm_eps"]),
     )
     own = ((r * k * t[f"{at}.r_k"]).sum(-1, keepdim=True) * values).flatten(1)
     return ((y + own) * gate) @ t[f"{at}.o_proj.weight"].T, v if first is None else first

@@ -46,6 +46,7 @@ ALSO: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "mistral": ("llama",),
         "iquestcoder": ("llama",),
         "param2moe": ("bailingmoe2",),
+        "rwkv6": ("rwkv6",),  # of flash-linear-attention
         "mixtral": ("llama",),
         "deepseek_v3": ("deepseek2",),
         "olmo3": ("olmo2",),
