@@ -115,7 +115,7 @@ def _wkv4_inputs(case: RecurrentCase, dtype: torch.dtype, device: str) -> Argume
 WKV6 = [
     dict(seqs=[(1, True)], decodes=1, heads=2, keys=2, key_dim=16, dim=16),
     dict(seqs=SHORT_SEQS, decodes=2, heads=3, keys=3, key_dim=7, dim=37),
-    dict(seqs=SHORT_SEQS, decodes=2, heads=4, keys=2, key_dim=40, dim=40, bias=False),
+    dict(seqs=SHORT_SEQS, decodes=2, heads=4, keys=2, key_dim=40, dim=40, bonus=False),
 ]
 
 
@@ -166,7 +166,7 @@ def _wkv6_inputs(case: RecurrentCase, dtype: torch.dtype, device: str) -> Argume
     wide = torch.randn(total, sum(h * n for h, n in counts), dtype=dtype, device=device)
     parts = wide.split([h * n for h, n in counts], -1)
     made = [part.unflatten(-1, shape) for part, shape in zip(parts, counts, strict=True)]
-    bonus = torch.randn(heads, size, device=device) if case.get("bias", True) else None
+    bonus = torch.randn(heads, size, device=device) if case.get("bonus", True) else None
     state = torch.randn(num_slots, heads, size, dim, device=device)
     return (*made, bonus, state, slots, query_start, has_history, case["decodes"]), {}
 
