@@ -8,9 +8,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from plait.checkpoint.weights import Target
 from plait.errors import UnsupportedModel
-from tests.families.parity import Memory, check_description, decoder, in_pieces, resolved, whole, worst
+from plait.ops.ranks import Comm
+from tests.families.parity import (
+    CPU,
+    LONGEST,
+    Memory,
+    check_description,
+    decoder,
+    in_pieces,
+    resolved,
+    whole,
+    worst,
+)
 from tests.families.rwkv6_oracle import FIVE, FLA, PUBLISHED, checkpoint, logits
+from tests.model.together import rank_decoder, run_ranks
 
 IDS = [torch.randint(0, 97, (n,), generator=torch.Generator().manual_seed(7)) for n in (23, 17)]
 
@@ -19,6 +32,22 @@ IDS = [torch.randint(0, 97, (n,), generator=torch.Generator().manual_seed(7)) fo
 def test_logits_are_those_of_the_description(config: dict[str, Any]) -> None:
     tensors = checkpoint(config)
     check_description(config, tensors, [logits(config, tensors, ids) for ids in IDS], IDS)
+
+
+@pytest.mark.parametrize("config", [PUBLISHED, FLA, FIVE], ids=["published", "fla", "RWKV-5"])
+def test_three_ranks_share_its_heads(config: dict[str, Any]) -> None:
+    tensors = checkpoint(config)
+    memory = Memory({name: t.float() for name, t in tensors.items()})
+    found = resolved(memory, config)
+
+    def work(comm: Comm) -> list[Tensor]:
+        target = Target(CPU, torch.float32, LONGEST, found.spec.hidden_size)
+        return in_pieces(rank_decoder(found, memory, target, comm), IDS)
+
+    wanted = [logits(config, tensors, ids) for ids in IDS]
+    for parts in run_ranks(work, 3):
+        for got, want in zip(parts, wanted, strict=True):
+            assert worst(got.double(), want) <= 1e-4
 
 
 def test_the_tensors_alone_show_what_flash_linear_attention_wrote() -> None:
