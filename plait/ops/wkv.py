@@ -141,9 +141,10 @@ def wkv6_scan(
     """
     ratio = r.shape[1] // k.shape[1]
     r32, (key, value) = r.float(), (x.float().repeat_interleave(ratio, 1) for x in (k, v))
-    kept, out = (-decay.float().exp()).exp()[..., None], torch.empty_like(value)
+    speed, out = -decay.float().exp(), torch.empty_like(value)
+    kept = speed.exp()[..., None]
     if bonus is None:
-        key, r32 = key * (1 - kept[..., 0]), r32 * r.shape[2] ** -0.5
+        key, r32 = key * -torch.expm1(speed), r32 * r.shape[2] ** -0.5
     own = None if bonus is None else (r32 * bonus * key).sum(-1, keepdim=True) * value
 
     def move(rows: slice | int, held: States) -> States:

@@ -32,6 +32,7 @@ from plait.runner.capture import StepCapture, capture_step, decode_batch
 from plait.state.store import StateStore
 from tests.families.oxidizr.oxidizr_checkpoint import golden
 from tests.families.parity import Memory, decoder, in_pieces, worst
+from tests.kernels.wkv6_decays import DIM, HEADS, SLOW, given, largest_error
 from tests.runner.recordings import OXIDIZR
 
 load_for_gpu()
@@ -191,6 +192,15 @@ def test_functions_are_as_precise_as_torchs() -> None:
     torch.testing.assert_close(out[4].double(), turned, rtol=0, atol=3e-7)
     for got, exact in zip(out[5:], (out[4].double().cos(), out[4].double().sin()), strict=True):
         torch.testing.assert_close(got.double(), exact, rtol=0, atol=1.5e-7)
+
+
+@pytest.mark.parametrize("has_bonus", [True, False])
+@pytest.mark.parametrize("decay", [SLOW, torch.inf])
+def test_rwkv6s_decays_give_what_double_precision_gives(decay: float, has_bonus: bool) -> None:
+    sizes = {"heads": HEADS, "dim": DIM, "key_dim": DIM}
+    fn, binding = wkv6_scan.bind(OpFacts("cuda", torch.float32, sizes, chip=EXAMPLES[90]))
+    assert binding.variant == "triton"
+    assert largest_error(fn, given(decay, has_bonus=has_bonus)) <= 1e-6
 
 
 def on_gpu(name: str, is_gpu: bool = True) -> tuple[Any, StateStore]:

@@ -55,6 +55,10 @@ _exp_terms = polynomial(
 _tanh_terms = polynomial(
     "tanh_terms", -5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1
 )
+_loss_terms = polynomial(
+    "loss_terms", 1.9841269841e-4, 1.3888888889e-3, 8.3333333333e-3, 4.1666666667e-2, 1.6666666667e-1,
+    0.5, 1.0,
+)  # fmt: skip
 WHOLE = np.float32(12582912.0)  # 1.5 * 2**23: added to a small number it leaves the nearest whole one
 
 
@@ -95,6 +99,13 @@ def exp(x: Floats) -> Floats:
     p = add(fma(mul(r, r), _exp_terms(r), r), spread(np.float32(1.0)))
     power = bits_f32(left(add_i32(bits_i32(at), spread_int(np.int32(127))), np.int32(23)))  # 2**n
     return where_less(given, low, zero_f32(), mul(p, power))
+
+
+@inline
+def one_minus_exp(x: Floats) -> Floats:
+    """1 - e**x of x <= 0; the series of exp up to x^7 above -0.35, where that cancels."""
+    near = mul(sub(zero_f32(), x), _loss_terms(x))
+    return where_less(spread(np.float32(-0.35)), x, near, sub(spread(np.float32(1.0)), exp(x)))
 
 
 @inline

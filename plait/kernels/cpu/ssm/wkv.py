@@ -15,7 +15,7 @@ from torch import Tensor
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.codegen.kernel import inline, kernel
 from plait.kernels.cpu.codegen.kinds import Floats, Int
-from plait.kernels.cpu.codegen.maths import exp, sigmoid
+from plait.kernels.cpu.codegen.maths import exp, one_minus_exp, sigmoid
 from plait.kernels.cpu.codegen.vec import (
     add,
     div,
@@ -120,13 +120,21 @@ def _wkv4_scan(
     return out
 
 
+@inline
+def _between(x: Floats) -> Floats:
+    """x within ends that decays of 0 and 1 lie beyond: 0 times an infinity is NaN. A NaN stays one."""
+    low, high = spread(np.float32(-100.0)), spread(np.float32(88.0))
+    x = where_less(x, low, low, x)
+    return where_less(high, x, high, x)
+
+
 @kernel
 def wkv6_keys(frame: int, args: int, thread: int, threads: int) -> None:
     """heads, heads of keys, size; r, decay, k, each with row and head strides; bonus, or 0; made (dense: of
     each head query, key, decay); own (dense)."""
     heads, groups, n, rs, r_row, r_head, zs, z_row, z_head = words(args, 2, 11)
     ks, k_row, k_head, bonus, made, own = words(args, 11, 17)
-    items, one, scale = rows_of(frame, args) * heads, spread(np.float32(1.0)), spread(np.float32(n**-0.5))
+    items, scale = rows_of(frame, args) * heads, spread(np.float32(n**-0.5))
     for i in range(items * thread // threads, items * (thread + 1) // threads):
         t, h = i // heads, i % heads
         r, z, k = rs + t * r_row + h * r_head, zs + t * z_row + h * z_head, ks + t * k_row
@@ -134,9 +142,10 @@ def wkv6_keys(frame: int, args: int, thread: int, threads: int) -> None:
         for c in range(0, 4 * n, 64):
             left = np.int32(n - c // 4)
             query, key = load_some(r + c, left), load_some(k + c, left)
-            kept = _power(sub(zero_f32(), _power(load_some(z + c, left))))
+            speed = sub(zero_f32(), _power(_between(load_some(z + c, left))))
+            kept = _power(speed)
             if bonus == 0:  # the new state is read: what the last one leaves in it, and the token itself
-                key, query = mul(key, sub(one, kept)), mul(query, scale)
+                key, query = mul(key, one_minus_exp(speed)), mul(query, scale)
                 added = fma(query, key, added)
                 query = mul(query, kept)
             else:
