@@ -186,7 +186,7 @@ class Wkv7Spec(Recurrent):
 
 @dataclass(frozen=True, slots=True)
 class ChannelMixSpec(Recurrent):
-    """RWKV's channel mixing: an MLP of relu², of a token and the last; `gated` by a sigmoid (RWKV-4, 6)."""
+    """RWKV's channel mixing: an MLP of relu², of a token and the last; RWKV-4, 5 and 6 have sigmoid gates."""
 
     size: int
     gated: bool = False
