@@ -101,9 +101,12 @@ POINTERS = {
 @with_float16
 @with_float32
 def forms() -> Iterator[KernelForm]:
-    """What mixers of RWKV-4, RWKV-6 and RWKV-7 launch: steps of decodes, and steps with prompts."""
+    """What mixers of RWKV-4 to 7 launch, some with gates: steps of decodes, and steps with prompts."""
     taps = torch.empty(4096, 2, device="meta")
-    mixers = ((7, "time mixing of RWKV-6"), (6, "time mixing of RWKV-7"), (1, "its channel mixing"))
+    mixers = (
+        *((7, "time mixing of RWKV-6"), (6, "time mixing of RWKV-7"), (1, "its channel mixing")),
+        *((4, "time mixing of RWKV-5"), (3, "time mixing of RWKV-4"), (2, "channel mixing with a gate")),
+    )
     for shares, mixer in mixers:
         for step, one_each in (("decodes", True), ("prompts", False)):
             constants = _constants(taps, shares, one_each)
