@@ -16,7 +16,8 @@ from plait.convert.gguf.vocabulary import KEY, PROBE
 from plait.convert.plan.output import TEMPLATES
 from plait.errors import BadFile
 from plait.text.load import template_sources
-from plait.text.tokenizers.gguf import byte_level_library
+from plait.text.tokenizers import rwkv
+from plait.text.tokenizers.gguf import byte_level_library, gguf_tokenizer
 from plait.text.tokenizers.gguf_files import FILES, GENERATION, TOKENIZER
 from plait.text.tokenizers.hf import TokenizerFiles, load_hf_tokenizer
 from plait.text.tokenizers.spm import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
@@ -32,9 +33,10 @@ def write_vocabulary(folder: Path, metadata: Mapping[str, Any], tokenizer: Token
         for key, name in FILES.items():
             if key in metadata:
                 _write_text(folder / name, metadata[key])
+    elif metadata.get(f"{KEY}model") == "rwkv":
+        _write_rwkv(folder, metadata, tokenizer)
     elif not _write_library(folder, metadata, tokenizer):
         log.warning("no tokenizer is carried along: the GGUF file has none that a tokenizer.json can hold")
-        return
     _write_templates(folder, metadata)
     if GENERATION in metadata:
         _write_text(folder / "generation_config.json", metadata[GENERATION])
@@ -55,6 +57,31 @@ def _write_library(folder: Path, metadata: Mapping[str, object], tokenizer: Toke
     _write_json(folder / "tokenizer_config.json", config)
     _check(folder, config, tokenizer)
     return True
+
+
+def _write_rwkv(folder: Path, metadata: Mapping[str, object], tokenizer: Tokenizer) -> None:
+    """RWKV's own file, a line `id literal length` for each token but the first, which other files name."""
+    ids = (i for i in range(1, tokenizer.vocab_size) if not tokenizer.is_hole(i))
+    tokens = {i: tokenizer.token_bytes(i) for i in ids if i not in tokenizer.special_ids}
+    lines = [f"{i} {_as_literal(token)} {len(token)}\n" for i, token in tokens.items()]
+    _write_text(path := folder / rwkv.FILE, "".join(lines))
+    config = {k: v for k, v in _config(metadata, tokenizer).items() if k.startswith("add_")}
+    _write_json(folder / "tokenizer_config.json", config)
+    added = {tokenizer.token_text(0): 0}
+    _write_json(folder / "added_tokens.json", added)
+    written = gguf_tokenizer(rwkv.rwkv_metadata(path, config, added))
+    if written is None or written.special_ids != tokenizer.special_ids:
+        log.warning("%s has a place for token 0 alone among those that no text has", rwkv.FILE)
+    elif written.encode(PROBE) != tokenizer.encode(PROBE):
+        log.warning("%s does not cut every text as the GGUF file's tokenizer does", rwkv.FILE)
+
+
+def _as_literal(token: bytes) -> str:
+    """A text as Python writes it, or bytes that are none."""
+    try:
+        return repr(token.decode())
+    except UnicodeDecodeError:
+        return repr(token)
 
 
 def _write_templates(folder: Path, metadata: Mapping[str, object]) -> None:

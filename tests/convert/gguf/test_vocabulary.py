@@ -16,10 +16,12 @@ from plait.convert.gguf.file import write_gguf
 from plait.convert.gguf.vocabulary import KEY, PROBE, vocabulary_keys
 from plait.convert.hf.vocabulary import write_vocabulary
 from plait.convert.plan.source import Numbers
-from plait.text.load import load_tokenizer
+from plait.text.load import load_tokenizer, template_sources
 from plait.text.tokenizers.gguf import gguf_tokenizer
+from plait.text.tokenizers.rwkv import FILE, rwkv_metadata
 from plait.text.tokenizers.spm import CONTROL, UNUSED, USER_DEFINED
 from tests.convert.words import byte_level, pieces
+from tests.text.tokenizers.test_rwkv import write_file
 
 TEXTS = (PROBE, "the water", " the water", "water at the the", "")
 
@@ -90,6 +92,42 @@ def test_sentencepiece_goes_there_and_back(space_first: bool, tmp_path: Path) ->
     for text in TEXTS:
         assert second.encode(text) == third.encode(text) == first.encode(text)
         assert third.decode(third.encode(text)) == text
+
+
+@pytest.mark.parametrize("add_bos", [True, False])
+def test_rwkvs_file_is_written_with_what_is_next_to_it(
+    add_bos: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    metadata = rwkv_metadata(write_file(tmp_path, first=3), {"add_bos_token": add_bos}, {"<|end|>": 0})
+    metadata |= {"tokenizer.chat_template": "A", f"{KEY}eot_token_id": 261}
+    first = load_tokenizer(metadata=metadata)
+    assert first is not None
+    (back := tmp_path / "back").mkdir()
+    write_vocabulary(back, metadata, first)
+    assert not caplog.text
+    assert (back / FILE).read_bytes() == (tmp_path / FILE).read_bytes()
+    again = load_tokenizer(directory=back)
+    assert again is not None
+    assert [again.encode(text) for text in TEXTS] == [first.encode(text) for text in TEXTS]
+    assert (again.token_text(0), again.eos_token_ids) == ("<|end|>", frozenset((0, 261)))
+    assert template_sources(back, None) == {"default": "A"}
+
+
+def test_where_no_file_holds_a_vocabulary_the_template_and_the_ends_are_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    metadata = {f"{KEY}model": "plamo2", "tokenizer.chat_template": "A"}
+    write_vocabulary(tmp_path, metadata, WithEnds())  # type: ignore[arg-type]
+    assert "no tokenizer is carried along" in caplog.text
+    assert template_sources(tmp_path, None) == {"default": "A"}
+    ends = json.loads((tmp_path / "generation_config.json").read_text(encoding="utf-8"))
+    assert ends == {"bos_token_id": 1, "eos_token_id": [2, 5]}
+
+
+class WithEnds:
+    """What of a tokenizer generation_config.json is made of."""
+
+    bos_token_id, eos_token_ids = 1, frozenset((5, 2))
 
 
 def test_templates_with_names_are_all_carried(tmp_path: Path) -> None:
