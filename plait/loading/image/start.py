@@ -19,7 +19,7 @@ from plait.engine.fingerprint import Fingerprint
 from plait.engine.grammar_guide import Guides
 from plait.engine.host_memory import describe_memory, free_host_memory, size_on_host
 from plait.engine.memory_plan import ModelFacts, Sizing
-from plait.errors import BadFile, ConfigError, OutOfMemory
+from plait.errors import BadFile, OutOfMemory, PlaitError
 from plait.frontend.frontend import Front
 from plait.kernels.load import row_functions, turn_tables, why_refused
 from plait.loading.disk_cache import open_disk_cache
@@ -112,7 +112,7 @@ def find_image(model: str, config: EngineConfig) -> tuple[Path, dict[str, object
     files = find_model(model, offline=config.offline)
     try:
         key = key_of(files, config)
-    except ConfigError:  # of --speculate: loading says so
+    except PlaitError:  # of --speculate, or of a file: loading says so
         return None
     path = path_of(files.name, config, key)
     return (path, key) if path is not None and os.path.exists(path) else None
