@@ -5,7 +5,8 @@
 
 It needs no text: Plait lets the model write, greedily and by drawing, and the head learns what the model
 itself goes on with, from states that the model makes in its layers. `--prompts` has a text a line to begin
-with; without it replies begin with random tokens. Weights of any format that Plait reads will do.
+with; without it replies begin with random tokens. Weights of any format that Plait reads will do, but no
+model with a softcap of its logits, several residual streams or learned positions.
 """
 
 from __future__ import annotations

@@ -55,6 +55,17 @@ def decoder_kind(draft: Opened | None) -> type[Decoder]:
     return ObservedDecoder if isinstance(spec, EagleSpec) and spec.list_taps(0) else Decoder
 
 
+def make_head_target(target: Target, source: Opened) -> Target:
+    """What a head is built for, whole on this rank, of `source`'s files: `target.drafts` from now on."""
+    own = replace(target, bound=[], shelf=None, feed=None, cuts=Cuts(), ranks=None, weights_nbytes=0)
+    own.encoded = Counter()
+    if target.executor is not None and target.quantize is None:
+        own.quantize = HEAD_FORMAT
+    own.shelf = shelf_of(source, own, part="head") if target.shelf is not None else None
+    target.drafts = own
+    return own
+
+
 def load_draft_head(
     draft: Opened, spec: DraftHeadSpec, opened: Opened, target: Target, trunk: Decoder
 ) -> DraftHead:
@@ -62,12 +73,8 @@ def load_draft_head(
 
     Raises CheckpointError, ConfigError, OutOfMemory.
     """
-    own = replace(target, bound=[], shelf=None, feed=None, cuts=Cuts(), ranks=None, weights_nbytes=0)
-    own.hidden_size, own.encoded, own.on_read = spec.hidden_size, Counter(), None
-    if target.executor is not None and target.quantize is None:
-        own.quantize = HEAD_FORMAT
-    own.shelf = shelf_of(draft, own, part="head") if target.shelf is not None else None
-    target.drafts, model = own, opened.resolved.spec
+    own, model = make_head_target(target, draft), opened.resolved.spec
+    own.hidden_size, own.on_read = spec.hidden_size, None
     weights = Weights(draft.checkpoint, draft.resolved.names, own)
     lent = Weights(
         opened.checkpoint, opened.resolved.names, replace(own, hidden_size=model.hidden_size, shelf=None)

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import logging
 import re
-from collections import Counter
 from dataclasses import replace
 
 import torch
 
-from plait.checkpoint.divided import Cuts
 from plait.checkpoint.weights import Target, Weights
 from plait.config import EngineConfig
 from plait.engine.device import choose_dtype, free_memory, out_of_memory
 from plait.engine.draft_places import plan_head_places, plan_places
 from plait.engine.memory_plan import gib
 from plait.errors import ConfigError, PlaitError
-from plait.loading.draft_heads import HEAD_FORMAT
+from plait.loading.draft_heads import make_head_target
 from plait.loading.kernel_trials.plan import OpKinds
 from plait.loading.kernel_trials.trials import try_kernels
 from plait.loading.make_runner import make_sampler
@@ -35,7 +33,6 @@ from plait.loading.open_model import (
     stored_dtypes,
     weight_formats,
 )
-from plait.loading.packed_cache import shelf_of
 from plait.memory import PagedState
 from plait.model.assistant import AssistantHead
 from plait.model.decoder import Decoder
@@ -195,16 +192,11 @@ def check_mtp(opened: Opened) -> None:
 def load_head(opened: Opened, target: Target, trunk: Decoder) -> MtpHead:
     """The head of a loaded model, with its tables where one rank has all of them. Raises CheckpointError.
 
-    On a CPU its weights that are plain numbers are kept in `HEAD_FORMAT`, and so is an output head of its
-    own if the model's is plain: a draft token is read from memory, and is checked anyway.
+    On a CPU its weights that are plain numbers are encoded (`draft_heads.HEAD_FORMAT`), and so is an output
+    head of its own if the model's is plain: a draft token is read from memory, and is checked anyway.
     """
-    own = replace(target, bound=[], shelf=None, feed=None, cuts=Cuts(), ranks=None, weights_nbytes=0)
-    own.encoded, spec, is_encoded = Counter(), opened.resolved.spec, False
-    if target.executor is not None and target.quantize is None:
-        own.quantize = HEAD_FORMAT
-    if target.shelf is not None:
-        own.shelf = shelf_of(opened, own, part="head")
-    target.drafts, weights = own, Weights(opened.checkpoint, opened.resolved.names, own)
+    own, spec, is_encoded = make_head_target(target, opened), opened.resolved.spec, False
+    weights = Weights(opened.checkpoint, opened.resolved.names, own)
     if own.quantize != target.quantize:
         is_encoded = isinstance(
             as_weight(weights.read("embed.weight" if spec.tied else "head.weight")), Dense

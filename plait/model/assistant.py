@@ -16,7 +16,7 @@ from plait.checkpoint.weights import Weights
 from plait.errors import ConfigError
 from plait.memory import block_groups
 from plait.model.decoder import Branch, Decoder
-from plait.model.draft_head import DraftHead
+from plait.model.draft_head import DraftHead, check_sizes
 from plait.model.layers.layers import Batch, Embedding, LmHead, Norm
 from plait.ops.rows import join, take_rows
 from plait.spec.attention import SharedKeysSpec
@@ -27,19 +27,7 @@ from plait.state.store import StateStore
 
 def bind_layers(s: AssistantSpec, model: ModelSpec) -> AssistantSpec:
     """The head with the mixers of a model of which its layers read keys. Raises ConfigError if none fit."""
-    if model.hidden_size != s.model_size:
-        raise ConfigError(
-            f"speculate: the head reads states of {s.model_size} numbers, and this model's have "
-            f"{model.hidden_size}: it was trained for another model"
-        )
-    if model.vocab_size != s.vocab_size:
-        raise ConfigError(
-            f"speculate: the head drafts for a vocabulary of {s.vocab_size} tokens, and this model has "
-            f"{model.vocab_size}: it was trained for another model"
-        )
-    if model.streams or model.front:
-        what = "several residual streams" if model.streams else "learned tokens before each text"
-        raise ConfigError(f"speculate: {s.title} reads no models with {what}; try ngram")
+    check_sizes(s, model)
     own = {name: m for name, m in model.mixers() if type(m) is AttentionSpec and not m.both_ways}
     return replace(s, layers=tuple(tuple(_bind(branch, own) for branch in layer) for layer in s.layers))
 

@@ -7,10 +7,31 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 
 from plait.checkpoint.weights import Weights
+from plait.errors import ConfigError
 from plait.memory import BlockGroup, State, block_groups, has_slots
 from plait.model.layers.layers import Batch
 from plait.ops.rows import put_rows
+from plait.spec.draft_heads import DraftHeadSpec
+from plait.spec.model import ModelSpec
 from plait.state.store import StateStore
+
+
+def check_sizes(s: DraftHeadSpec, model: ModelSpec) -> None:
+    """Raises ConfigError if a head in files of its own was trained for a model of other sizes, or reads none
+    like this."""
+    if model.hidden_size != s.model_size:
+        raise ConfigError(
+            f"speculate: the head reads states of {s.model_size} numbers, and this model's have "
+            f"{model.hidden_size}: it was trained for another model"
+        )
+    if model.vocab_size != s.vocab_size:
+        raise ConfigError(
+            f"speculate: the head drafts for a vocabulary of {s.vocab_size} tokens, and this model has "
+            f"{model.vocab_size}: it was trained for another model"
+        )
+    what = "several residual streams" if model.streams else "learned positions" if model.positions else None
+    if what := "learned tokens before each text" if model.front else what:
+        raise ConfigError(f"speculate: {s.title} reads no models with {what}; try ngram")
 
 
 class DraftHead:

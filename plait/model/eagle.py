@@ -18,7 +18,7 @@ from torch import Tensor
 from plait.checkpoint.weights import Weights
 from plait.errors import ConfigError, ShapeMismatch
 from plait.model.decoder import Branch, Decoder
-from plait.model.draft_head import DraftHead
+from plait.model.draft_head import DraftHead, check_sizes
 from plait.model.layers.layers import Batch, Embedding, LmHead, Norm
 from plait.model.mixers.attention import Attention
 from plait.ops.activation import combine
@@ -114,16 +114,7 @@ def row_size(decoder: Decoder) -> int:
 def check_model(s: EagleSpec, model: ModelSpec) -> None:
     """Raises ConfigError if a head is not made for a model of this shape."""
     count, layers = len(model.layers), s.list_taps(len(model.layers))
-    if model.hidden_size != s.model_size:
-        raise ConfigError(
-            f"speculate: the head reads states of {s.model_size} numbers, and this model's have "
-            f"{model.hidden_size}: it was trained for another model"
-        )
-    if model.vocab_size != s.vocab_size:
-        raise ConfigError(
-            f"speculate: the head drafts for a vocabulary of {s.vocab_size} tokens, and this model has "
-            f"{model.vocab_size}: it was trained for another model"
-        )
+    check_sizes(s, model)
     if not layers and s.hidden_size != s.model_size:
         raise ConfigError(
             f"speculate: the head goes on from states of {s.hidden_size} numbers, and the model's have "
@@ -131,10 +122,6 @@ def check_model(s: EagleSpec, model: ModelSpec) -> None:
         )
     if outside := [layer for layer in layers if not 0 <= layer <= count]:
         raise ConfigError(f"speculate: the head reads states before layer {outside[0]}, of {count} layers")
-    if model.streams or model.front or model.positions:
-        what = "several residual streams" if model.streams else "learned tokens before each text"
-        what = "learned positions" if model.positions else what
-        raise ConfigError(f"speculate: heads of EAGLE-3 are not read by models with {what}; try ngram")
 
 
 class WideAttention(Attention):

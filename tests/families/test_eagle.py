@@ -203,7 +203,7 @@ def test_a_head_that_is_cut_off_is_refused(tmp_path: Path) -> None:
     model = ModelSpec("llama", 32, VOCAB, ((),) * 7, NormSpec(), 64)
     with pytest.raises(ConfigError, match="goes on from states of 48 numbers, and the model's have 32"):
         check_model(spec, model)
-    with pytest.raises(ConfigError, match="not read by models with learned positions"):
+    with pytest.raises(ConfigError, match="reads no models with learned positions"):
         check_model(replace(spec, hidden_size=32), replace(model, positions=9))
 
 
