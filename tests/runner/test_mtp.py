@@ -146,6 +146,18 @@ def test_sequence_that_outgrows_its_place_begins_anew() -> None:
     assert bench.computed() == [(0, tuple(range(31, 41)), [float(i) for i in range(30, 40)])]
 
 
+def test_no_draft_writes_behind_a_place() -> None:
+    """All sequences take part in passes as long as the longest draft, also one that is about to end."""
+    bench = Bench(max_len=48)
+    bench.step((1, 0, 46), (2, 0, 8))
+    both = [DraftRequest(s, list(range(n)), limit, GREEDY, 0) for s, n, limit in ((1, 47, 1), (2, 9, 8))]
+    assert set(bench.drafter.propose(both)) == {2}
+    assert bench.drafter.propose(both[:1]) == {1: (47,)}
+    for chunk, _ in bench.passes.seen:
+        first = 16 * chunk.blocks[0][0]
+        assert all(first <= 16 * block < first + 48 for block in chunk.blocks[0])
+
+
 def test_repeated_request_computes_nothing() -> None:
     bench = Bench()
     bench.step((1, 0, 4))

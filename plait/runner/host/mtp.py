@@ -87,11 +87,21 @@ class MtpDrafter:
     """Proposes drafts with a model's head. `kept`: memory for hidden states of each place.
 
     `observe` has to be called behind each step of the model. Sequences beyond the places get no drafts.
-    Penalties and `min_tokens` are left out of the draws, as with a draft model.
+    Penalties and `min_tokens` are left out of the draws, as with a draft model. `most`: tokens of a draft;
+    `ahead`: positions that its passes need behind those.
     """
 
-    def __init__(self, passes: HeadPasses, memory: DraftMemory, kept: KeptRows) -> None:
+    def __init__(
+        self,
+        passes: HeadPasses,
+        memory: DraftMemory,
+        kept: KeptRows,
+        *,
+        most: int = MOST_STEPS,
+        ahead: int = 0,
+    ) -> None:
         self.passes, self.memory, self._kept = passes, memory, kept
+        self._most, self._ahead = most, ahead
         self._free = [HeadPlace(i) for i in reversed(range(memory.num_places))]
         self._places: OrderedDict[int, HeadPlace] = OrderedDict()  # by sequence, least recently drafted first
         self._error: Exception | None = None
@@ -117,7 +127,7 @@ class MtpDrafter:
         if self._error is not None:
             raise self._error
         found, work = dict[int, tuple[int, ...]](), list[tuple[DraftRequest, HeadPlace]]()
-        left = self.memory.max_step_len
+        left, longest = self.memory.max_step_len, max((one.limit for one in wanted), default=0)
         for one in wanted:
             place = self._places.get(one.seq_id)
             if place is None or one.limit < 1:
@@ -127,7 +137,7 @@ class MtpDrafter:
             end = len(one.token_ids) - 1
             if place.done == end and place.proposal and place.is_about(one.token_ids):
                 found[one.seq_id] = place.proposal[: one.limit]  # no step has checked it yet
-            elif self._settle(place, one, end) and end - place.done <= left:
+            elif self._settle(place, one, end, longest) and end - place.done <= left:
                 left -= end - place.done
                 work.append((one, place))
         if work:
@@ -175,26 +185,32 @@ class MtpDrafter:
         place.clear(chunk.start)
         return place
 
-    def _settle(self, place: HeadPlace, one: DraftRequest, end: int) -> bool:
-        """Make the place one of a prefix of these tokens; False: what the head has to read is not known."""
+    def _settle(self, place: HeadPlace, one: DraftRequest, end: int, longest: int) -> bool:
+        """Make the place one of a prefix of these tokens; False: what the head has to read is not known.
+
+        longest: draft tokens of the passes, which all sequences take part in.
+        """
         if not place.is_about(one.token_ids):
             place.clear(end)
             return False
-        if place.at != place.done or end + one.limit - place.base > self.memory.max_len:
+        needed = end + min(longest, self._most) + self._ahead
+        if place.at != place.done or needed - place.base > self.memory.max_len:
             place.base = place.done = place.at
+        if needed - place.base > self.memory.max_len:  # its own limit is less than that of another
+            return False
         return place.done < end <= place.at + place.count
 
     def _draft(self, work: list[tuple[DraftRequest, HeadPlace]]) -> dict[int, tuple[int, ...]]:
         """One pass over what is new of all sequences, then passes of one token each."""
         work.sort(key=lambda each: len(each[0].token_ids) - each[1].done > 2 or each[1].done == each[1].base)
-        length = min(max(one.limit for one, _ in work), MOST_STEPS)
+        length = min(max(one.limit for one, _ in work), self._most)
         self._step += 1
         chunks, rows = [], []
         for one, place in work:
             end = len(one.token_ids) - 1
             tokens = tuple(one.token_ids[place.done + 1 :])
             start = place.done - place.base
-            tables = self.memory.tables(place.index, start, end - place.base + length)
+            tables = self.memory.tables(place.index, start, end - place.base + length + self._ahead)
             chunks.append(Chunk(one.seq_id, start, tokens, tables, 0, 1))
             rows.append(self._kept.first(place.index, len(tokens)))
         sampling = [
