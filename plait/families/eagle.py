@@ -51,9 +51,9 @@ def resolve_eagle(config: Mapping[str, object] | None, shapes: Shapes) -> Resolv
     """
     prefix, first = find_first_layer(shapes) or ("", FIRST[0])
     with blame_config():
-        flat = _flatten(config or {})
+        flat = flatten_head(config or {})
         check_named(flat)
-        _check_body(flat)
+        check_body(flat)
         c = normalize(
             flat, {**(QWEN if flat.get("model_type") == "qwen3" else {}), **DEFAULTS}, ("sliding_window",)
         )
@@ -99,7 +99,7 @@ def resolve_eagle_gguf(
     return Resolved(spec, NameMap(names, ignored=(ROPE_TABLES,)), c, why, spec.family)
 
 
-def _flatten(config: Mapping[str, object]) -> Config:
+def flatten_head(config: Mapping[str, object]) -> Config:
     """The layer's keys at the top, next to those of the head. A window is of layers that say so alone."""
     flat = flatten(config)
     if isinstance(inner := flat.pop(LAYER_CONFIG, None), Mapping):
@@ -113,11 +113,11 @@ def _flatten(config: Mapping[str, object]) -> Config:
     return Config(flat)
 
 
-def _check_body(flat: Config) -> None:
+def check_body(flat: Config) -> None:
     """Raises UnsupportedModel for layers that are not Llama's or Qwen3's."""
     if (kind := flat.get("model_type", BODIES[0])) not in BODIES or flat.get("num_experts"):
         raise UnsupportedModel(
-            f"its layers are of type {kind!r}; heads of EAGLE-3 are read with layers of {', '.join(BODIES)}"
+            f"its layers are of type {kind!r}; such heads are read with layers of {', '.join(BODIES)}"
         )
 
 
@@ -128,7 +128,7 @@ def _build(c: Config, flat: Config, shapes: Shapes, prefix: str, first: str) -> 
     if not body.layers:
         raise UnsupportedModel("num_hidden_layers is 0, and a head has a layer at least")
     num_drafted = c.get("draft_vocab_size") or c["vocab_size"]
-    norms = "all" if _is_set(flat, "norm_before_fc") else "each" if _is_set(flat, "fc_norm") else None
+    norms = "all" if is_set(flat, "norm_before_fc") else "each" if is_set(flat, "fc_norm") else None
     return EagleSpec(
         family="eagle3",
         hidden_size=body.hidden_size,
@@ -141,8 +141,8 @@ def _build(c: Config, flat: Config, shapes: Shapes, prefix: str, first: str) -> 
         model_size=c.get("target_hidden_size") or c["hidden_size"],
         taps=_taps(flat),
         norms_states=norms,
-        keeps_normed=_is_set(flat, "norm_before_residual"),
-        passes_normed=_is_set(flat, "norm_output"),
+        keeps_normed=is_set(flat, "norm_before_residual"),
+        passes_normed=is_set(flat, "norm_output"),
     )
 
 
@@ -153,7 +153,7 @@ def _taps(flat: Config) -> tuple[int, ...] | None:
     are read (SGLang, ModelOpt).
     """
     own = flat.get(EAGLE_CONFIG) or {}
-    if not _is_set(own, "use_aux_hidden_state", usual=True):
+    if not is_set(own, "use_aux_hidden_state", usual=True):
         return ()
     before, behind = flat.get(TAPS), own.get(TAPS)
     for layer in (*(before or ()), *(behind or ())):
@@ -164,7 +164,7 @@ def _taps(flat: Config) -> tuple[int, ...] | None:
     return tuple(layer + 1 for layer in behind) if behind else None
 
 
-def _is_set(config: Mapping[str, object], key: str, *, usual: bool = False) -> bool:
+def is_set(config: Mapping[str, object], key: str, *, usual: bool = False) -> bool:
     """A flag of a config. Raises UnsupportedModel for what is neither true nor false."""
     value = config.get(key)
     if value is not None and not isinstance(value, bool):

@@ -17,9 +17,10 @@ from plait.loading.open_model import Opened
 from plait.loading.packed_cache import shelf_of
 from plait.model.assistant import AssistantHead, bind_layers
 from plait.model.decoder import Decoder
+from plait.model.dflash import DFlashHead
 from plait.model.draft_head import DraftHead
 from plait.model.eagle import EagleHead, ObservedDecoder, StateReader, check_model
-from plait.spec.draft_heads import AssistantSpec, DraftHeadSpec, EagleSpec
+from plait.spec.draft_heads import AssistantSpec, DFlashSpec, DraftHeadSpec, EagleSpec, ReadingSpec
 from plait.spec.model import ModelSpec
 
 log = logging.getLogger("plait")
@@ -36,7 +37,7 @@ def check_head(draft: Opened, spec: DraftHeadSpec, opened: Opened) -> None:
     """Raises ConfigError for a head of another model, or where none can draft."""
     config, name = opened.config, draft.files.name
     match spec:
-        case EagleSpec():
+        case ReadingSpec():
             check_model(spec, opened.resolved.spec)
         case AssistantSpec():
             bind_layers(spec, opened.resolved.spec)
@@ -52,7 +53,7 @@ def check_head(draft: Opened, spec: DraftHeadSpec, opened: Opened) -> None:
 def decoder_kind(draft: Opened | None) -> type[Decoder]:
     """The class of a model: of one with inner layers that a head reads, or of any other."""
     spec = find_spec(draft)
-    return ObservedDecoder if isinstance(spec, EagleSpec) and spec.list_taps(0) else Decoder
+    return ObservedDecoder if isinstance(spec, ReadingSpec) and spec.list_taps(0) else Decoder
 
 
 def make_head_target(target: Target, source: Opened) -> Target:
@@ -80,7 +81,7 @@ def load_draft_head(
         opened.checkpoint, opened.resolved.names, replace(own, hidden_size=model.hidden_size, shelf=None)
     )
     with out_of_memory(f"loading the weights of {draft.files.name} ({gib(draft.nbytes)})"):
-        if isinstance(trunk, ObservedDecoder) and isinstance(spec, EagleSpec):
+        if isinstance(trunk, ObservedDecoder) and isinstance(spec, ReadingSpec):
             trunk.reader = StateReader(spec, weights, model)
             trunk.layers = trunk.reader.layers
         head = _build(spec, weights, trunk if target.comm.rank.size == 1 else None, model, lent)
@@ -96,7 +97,7 @@ def list_head_ops(draft: Opened, spec: DraftHeadSpec, opened: Opened) -> dict[st
     weights = NotedOps(Outline(draft.checkpoint), draft.resolved.names, dry)
     lent = NotedOps(Outline(opened.checkpoint), model.names, meta_target(model.spec))
     with ShapesOnly():
-        if isinstance(spec, EagleSpec) and spec.list_taps(0):
+        if isinstance(spec, ReadingSpec) and spec.list_taps(0):
             StateReader(spec, weights, model.spec)
         _build(spec, weights, None, model.spec, lent)
     return lent.noted | weights.noted
@@ -107,5 +108,7 @@ def _build(
 ) -> DraftHead:
     if isinstance(spec, AssistantSpec):
         return AssistantHead(spec, weights, trunk, model, lent)
+    if isinstance(spec, DFlashSpec):
+        return DFlashHead(spec, weights, trunk, model, lent)
     assert isinstance(spec, EagleSpec)
     return EagleHead(spec, weights, trunk, model, lent)

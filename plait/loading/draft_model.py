@@ -36,10 +36,12 @@ from plait.loading.open_model import (
 from plait.memory import PagedState
 from plait.model.assistant import AssistantHead
 from plait.model.decoder import Decoder
-from plait.model.draft_head import DraftHead
+from plait.model.dflash import DFlashHead
+from plait.model.draft_head import ChainHead, DraftHead
 from plait.model.mtp import FC, MtpHead
 from plait.ops.chip import Chip
 from plait.quant.weight import Dense, as_weight
+from plait.runner.block_passes import make_block_passes
 from plait.runner.draft import DraftModel
 from plait.runner.host.assistant import MOST_SEEN, AssistantDrafter, HeadDrafter
 from plait.runner.host.mtp import MOST_KEPT, KeptRows, MtpDrafter
@@ -224,7 +226,12 @@ def make_drafter(
     threads, where = None if target.graphs else target.executor, (target.device, target.dtype)
     with out_of_memory(f"allocating memory for drafts of {memory.num_places} sequences"):
         store = StateStore(head.states, memory.num_blocks, 0, memory.block_size, *where)
-        made = make_passes(head, store, sampler, where, threads, capacity)
+        if isinstance(head, DFlashHead):
+            most = min(config.num_draft_tokens, head.spec.block_size - 1)
+            made = make_block_passes(head, store, sampler, where, threads, capacity, most)
+        else:
+            assert isinstance(head, ChainHead)
+            made = make_passes(head, store, sampler, where, threads, capacity)
     step_log.info("step of the head for drafts: %s", made.kind)
     return MtpDrafter(made.passes, memory, made.kept)
 

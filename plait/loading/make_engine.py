@@ -28,7 +28,7 @@ from plait.schedule.speculate import Proposer, Speculation
 from plait.spec.model import ModelSpec
 from plait.text.grammar.compiler import GrammarCompiler, check_memory
 
-HEAD_LENGTHS = (1, 2, 3, 4, 6, 8)  # of a head's drafts: which one pays best is measured
+HEAD_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # of a head's drafts: which one pays best is measured
 TEXT_NBYTES = 192 << 20  # of memory for a tokenizer, its table and the thread that makes them
 
 
@@ -69,7 +69,9 @@ def make_engine(
     speculation = None
     if proposer is not None:
         most, is_even = config.num_draft_tokens, isinstance(proposer, HeadDrafter)
-        lengths = [n for n in HEAD_LENGTHS if n <= most] if is_even else [most]
+        lengths = [most]
+        if isinstance(proposer, HeadDrafter):
+            lengths = [n for n in HEAD_LENGTHS if n <= min(most, proposer.most)]
         speculation = Speculation(
             proposer,
             scheduler.costs,

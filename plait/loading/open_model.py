@@ -27,6 +27,7 @@ from plait.families.common.inside import leave_out_beside
 from plait.families.common.refused import DRAFTER
 from plait.families.common.resolved import Resolved
 from plait.families.config.normalize import IncompleteConfig
+from plait.families.dflash import find_prefix, is_dflash_gguf, resolve_dflash, resolve_dflash_gguf
 from plait.families.eagle import find_first_layer, is_eagle_gguf, resolve_eagle, resolve_eagle_gguf
 from plait.families.gemma4_assistant import (
     is_assistant,
@@ -288,8 +289,12 @@ def _resolve(
             return resolve_eagle_gguf(metadata, shapes, read)
         if metadata is not None and is_assistant_gguf(metadata):
             return resolve_assistant_gguf(metadata, shapes, read)
+        if metadata is not None and is_dflash_gguf(metadata):
+            return resolve_dflash_gguf(metadata, shapes, read)
         if metadata is None and find_first_layer(shapes):
             return resolve_eagle(raw, shapes)
+        if metadata is None and find_prefix(shapes) is not None:
+            return resolve_dflash(raw, shapes)
         if metadata is None and raw is not None and is_assistant(raw):
             return resolve_assistant(raw)
         found = resolve(

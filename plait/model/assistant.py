@@ -16,7 +16,7 @@ from plait.checkpoint.weights import Weights
 from plait.errors import ConfigError
 from plait.memory import block_groups
 from plait.model.decoder import Branch, Decoder
-from plait.model.draft_head import DraftHead, check_sizes
+from plait.model.draft_head import ChainHead, check_sizes
 from plait.model.layers.layers import Batch, Embedding, LmHead, Norm
 from plait.ops.rows import join, take_rows
 from plait.spec.attention import SharedKeysSpec
@@ -58,7 +58,7 @@ def _describe(m: AttentionSpec) -> str:
     return f"{m.num_kv_heads} heads of {m.head_dim} numbers{window}"
 
 
-class AssistantHead(DraftHead):
+class AssistantHead(ChainHead):
     """The head over a model's memory: `store` is the model's. `weights`: its own. Raises CheckpointError.
 
     `trunk` lends its embedding; None: it is read again from `model_weights`, as where nothing is loaded.
@@ -103,7 +103,7 @@ class AssistantHead(DraftHead):
         return self.head(last)
 
     def keep_last(self, h: Tensor, batch: Batch, before: Tensor) -> Tensor:
-        """See `DraftHead`: the next pass reads the requested rows as the model's states."""
+        """See `ChainHead`: the next pass reads the requested rows as the model's states."""
         self._put_rows(self.post(h), batch.logit_rows, before)
         kept: Tensor = self._take_rows(h, batch.logit_rows)
         return kept

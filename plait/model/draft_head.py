@@ -35,30 +35,42 @@ def check_sizes(s: DraftHeadSpec, model: ModelSpec) -> None:
 
 
 class DraftHead:
-    """Position i is computed from h[i], which the model made of it, and from token i + 1.
+    """What drafts from rows that a model made of tokens.
 
-    `width`: the numbers of a row of h. `states`: the head's own, by mixer name. `groups`: of the blocks that
-    it reads. `stays`: every draft token has the place of the first one.
+    `width`: the numbers of such a row. `states`: the head's own, by mixer name. `groups`: of the blocks that
+    it reads.
     """
 
     width: int
+
+    def __init__(self, states: Iterable[Mapping[str, State]]) -> None:
+        self.states: dict[str, State] = {name: one for each in states for name, one in each.items()}
+        assert not has_slots(self.states), "a head with recurrent state"
+        self.groups: tuple[BlockGroup, ...] = block_groups(self.states)
+
+    def logits(self, last: Tensor) -> Tensor:
+        """last: [L, width], rows of what the head made -> [L, vocab] float32."""
+        raise NotImplementedError
+
+
+class ChainHead(DraftHead):
+    """Drafts a token in each pass. Position i is computed from h[i], which the model made of it, and from
+    token i + 1.
+
+    `stays`: every draft token has the place of the first one.
+    """
+
     stays = False
 
     def __init__(self, weights: Weights, states: Iterable[Mapping[str, State]]) -> None:
         self._put_rows = weights.bind(put_rows)
-        self.states: dict[str, State] = {name: one for each in states for name, one in each.items()}
-        assert not has_slots(self.states), "a head with recurrent state"
-        self.groups: tuple[BlockGroup, ...] = block_groups(self.states)
+        super().__init__(states)
 
     def compute(self, batch: Batch, store: StateStore, before: Tensor) -> Tensor:
         """before: [T, width], h of every row; `batch.token_ids` are the tokens behind them.
 
         What the head makes of every row: [T, width]. Of its last row it can go on.
         """
-        raise NotImplementedError
-
-    def logits(self, last: Tensor) -> Tensor:
-        """last: [L, width], rows of what `compute` gave -> [L, vocab] float32."""
         raise NotImplementedError
 
     def keep_last(self, h: Tensor, batch: Batch, before: Tensor) -> Tensor:

@@ -12,19 +12,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import reduce
 
-import torch
 from torch import Tensor
 
 from plait.checkpoint.weights import Weights
-from plait.errors import ConfigError, ShapeMismatch
+from plait.errors import ConfigError
 from plait.model.decoder import Branch, Decoder
-from plait.model.draft_head import DraftHead, check_sizes
-from plait.model.layers.layers import Batch, Embedding, LmHead, Norm
+from plait.model.draft_head import ChainHead, check_sizes
+from plait.model.head_tables import HeadTables
+from plait.model.layers.layers import Batch, Norm
 from plait.model.mixers.attention import Attention
 from plait.ops.activation import combine
 from plait.ops.linear import Linear
-from plait.ops.rows import join, pick_columns
-from plait.spec.draft_heads import EagleSpec
+from plait.ops.rows import join
+from plait.spec.draft_heads import EagleSpec, ReadingSpec
 from plait.spec.model import AttentionSpec, ModelSpec
 from plait.state.store import StateStore
 
@@ -35,7 +35,7 @@ class StateReader:
     It is part of a model's step, and all in the head's own tensors. Raises CheckpointError, ConfigError.
     """
 
-    def __init__(self, s: EagleSpec, w: Weights, model: ModelSpec) -> None:
+    def __init__(self, s: ReadingSpec, w: Weights, model: ModelSpec) -> None:
         check_model(s, model)
         self.layers, size = s.list_taps(len(model.layers)), s.model_size
         self.fc = w.linear("fc", in_size=len(self.layers) * size, out_sizes=(s.hidden_size,))
@@ -111,7 +111,7 @@ def row_size(decoder: Decoder) -> int:
     return reader.fc.n_out if reader else decoder.spec.hidden_size
 
 
-def check_model(s: EagleSpec, model: ModelSpec) -> None:
+def check_model(s: ReadingSpec, model: ModelSpec) -> None:
     """Raises ConfigError if a head is not made for a model of this shape."""
     count, layers = len(model.layers), s.list_taps(len(model.layers))
     check_sizes(s, model)
@@ -131,19 +131,17 @@ class WideAttention(Attention):
         return w.linear(*parts, in_size=2 * w.target.hidden_size, out_sizes=tuple(parts.values()))
 
 
-class EagleHead(DraftHead):
+class EagleHead(ChainHead):
     """A head over what its model's `StateReader` made. `weights`: its own tensors. Raises CheckpointError.
 
-    `trunk` lends its embedding, and its output head, where the file has none. They are read again from
-    `model_weights` where `trunk` is None, as of a model on several ranks.
+    `trunk`, `model_weights`: see `HeadTables`.
     """
 
     def __init__(
         self, s: EagleSpec, weights: Weights, trunk: Decoder | None, model: ModelSpec, model_weights: Weights
     ) -> None:
         self.spec, self.width = s, s.hidden_size
-        self.embed = self._find_embedding(weights, trunk, model, model_weights)
-        self.head = self._find_output(weights, trunk, model, model_weights)
+        self.tables = HeadTables(s, weights, trunk, model, model_weights)
         first = s.layers[0][0]
         assert isinstance(first.mixer, AttentionSpec)
         scope = weights.scope("layers.0.attn")
@@ -153,62 +151,14 @@ class EagleHead(DraftHead):
         named = [*s.branches()][1:]
         self.branches = [Branch(b, weights.scope(name), s.hidden_size) for name, b in named]
         self.norm = Norm(s.norm, weights.scope("norm"), s.hidden_size)
-        self.columns = self._read_columns(weights)
-        self._join, self._combine, self._pick = (weights.bind(op) for op in (join, combine, pick_columns))
+        self._join, self._combine = weights.bind(join), weights.bind(combine)
         super().__init__(weights, (self.first.states, *(branch.states for branch in self.branches)))
 
-    def _find_embedding(
-        self, own: Weights, trunk: Decoder | None, model: ModelSpec, model_weights: Weights
-    ) -> Embedding:
-        if "embed.weight" in own:
-            return Embedding(self.spec, own.scope("embed"))
-        if model.hidden_size != self.spec.hidden_size:
-            raise ShapeMismatch(
-                f"the head has no embedding, and its model's have {model.hidden_size} numbers, not "
-                f"{self.spec.hidden_size}"
-            )
-        return trunk.embed if trunk else Embedding(model, model_weights.scope("embed"))
-
-    def _find_output(
-        self, own: Weights, trunk: Decoder | None, model: ModelSpec, model_weights: Weights
-    ) -> LmHead:
-        if self.spec.tied:
-            return LmHead(self.spec, own)
-        if "head.weight" in own:
-            return LmHead(replace(self.spec, vocab_size=self.spec.num_drafted), own)
-        if (model.hidden_size, model.vocab_size) != (self.spec.hidden_size, self.spec.num_drafted):
-            raise ShapeMismatch("the head has no lm_head, and its model's is of another shape")
-        return trunk.head if trunk else LmHead(model, model_weights)
-
-    def _read_columns(self, own: Weights) -> Tensor | None:
-        """For each token of the model its column among the head's logits, or -1; None: they have them all.
-
-        A file has `tokens` themselves, or `d2t`: how far behind its column each is. Raises ShapeMismatch for
-        tokens that there are not.
-        """
-        count, size = self.spec.num_drafted, self.spec.vocab_size
-        name = next((name for name in ("tokens", "d2t") if name in own), None)
-        if name is None:
-            if count != size:
-                raise ShapeMismatch(
-                    f"the head has logits of {count} tokens and no d2t, which says what they are"
-                )
-            return None
-        stored = own.tensor(name, (count,), torch.int64)
-        if stored.is_meta:
-            return torch.empty(size, dtype=torch.int64, device="meta")
-        tokens = stored.cpu() + (torch.arange(count) if name == "d2t" else 0)
-        if bool(((tokens < 0) | (tokens >= size)).any()) or len(tokens.unique()) < count:
-            raise ShapeMismatch(f"d2t does not name {count} different tokens of {size}")
-        columns = torch.full((size,), -1)
-        columns[tokens] = torch.arange(count)
-        return columns.to(own.target.device)
-
     def compute(self, batch: Batch, store: StateStore, before: Tensor) -> Tensor:
-        """See `DraftHead`. The state to go on from is not normed, but where the head was trained so."""
+        """See `ChainHead`. The state to go on from is not normed, but where the head was trained so."""
         batch = replace(batch, step={})
         h = self.hidden_norm(before)
-        e = self.embed_norm(self.embed(batch.token_ids, batch.positions))
+        e = self.embed_norm(self.tables.embed(batch.token_ids, batch.positions))
         x = h if self.spec.keeps_normed else before
         delta: Tensor | None = self.first(self._join(e, h), batch, store)
         for branch in self.branches:
@@ -219,5 +169,4 @@ class EagleHead(DraftHead):
 
     def logits(self, last: Tensor) -> Tensor:
         """last: [L, hidden] -> [L, vocab] float32, -inf of tokens that the head does not know."""
-        logits = self.head(last if self.spec.passes_normed else self.norm(last))
-        return logits if self.columns is None else self._pick(logits, self.columns)
+        return self.tables.logits(last if self.spec.passes_normed else self.norm(last))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from plait.checkpoint.weights import Weights
 from plait.model.decoder import Branch, Decoder
-from plait.model.draft_head import DraftHead
+from plait.model.draft_head import ChainHead
 from plait.model.layers.layers import Batch, Embedding, LmHead, Norm
 from plait.ops.rows import join
 from plait.spec.model import ModelSpec
@@ -21,7 +21,7 @@ from plait.state.store import StateStore
 FC = "mtp.fc.weight"  # every head has it: where a file has none, it has no head
 
 
-class MtpHead(DraftHead):
+class MtpHead(ChainHead):
     """The head of a model. `weights` gives its tensors, under `mtp`. Raises CheckpointError.
 
     `trunk`: the model that lends its embedding, and with `shares_head` its output head; what is not lent is
@@ -45,7 +45,7 @@ class MtpHead(DraftHead):
         super().__init__(weights, [branch.states for branch in self.branches])
 
     def compute(self, batch: Batch, store: StateStore, before: Tensor) -> Tensor:
-        """See `DraftHead`: what is given is behind the head's norm."""
+        """See `ChainHead`: what is given is behind the head's norm."""
         batch = replace(batch, step={})
         e = self.embed_norm(self.embed(batch.token_ids, batch.positions))
         h = self.hidden_norm(before)

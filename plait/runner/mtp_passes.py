@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import CannotRecord
-from plait.model.draft_head import DraftHead
+from plait.model.draft_head import ChainHead
 from plait.runner.batches.inputs import build_batch
 from plait.runner.host.mtp import MOST_KEPT, HiddenOnHost, KeptRows
 from plait.runner.host.mtp_passes import Drafts, HeadPasses, HiddenRows, HostPasses, go_on, replace_position
@@ -17,7 +17,7 @@ from plait.runner.host.program import HostProgram, StepResults
 from plait.runner.host.static_batch import Capacity, StaticBatch
 from plait.runner.program import NativeExecutor, ViewsOnly, view_as_batch
 from plait.runner.sampler import Sampler
-from plait.schedule.plan import SamplingBatch, SamplingRow, StepPlan
+from plait.schedule.plan import MOST_STEPS, SamplingBatch, SamplingRow, StepPlan
 from plait.state.store import StateStore
 
 
@@ -45,7 +45,9 @@ class HiddenOnDevice:
 class EagerPasses:
     """Op by op, on any device."""
 
-    def __init__(self, head: DraftHead, store: StateStore, sampler: Sampler, device: torch.device) -> None:
+    most, ahead = MOST_STEPS, 0
+
+    def __init__(self, head: ChainHead, store: StateStore, sampler: Sampler, device: torch.device) -> None:
         self._head, self._store, self._sampler, self._device = head, store, sampler, device
 
     @torch.inference_mode()
@@ -68,7 +70,7 @@ class EagerPasses:
 
 
 def record_passes(
-    head: DraftHead,
+    head: ChainHead,
     store: StateStore,
     sampler: Sampler,
     threads: NativeExecutor,
@@ -99,7 +101,7 @@ class HeadRunner:
 
 
 def make_passes(
-    head: DraftHead,
+    head: ChainHead,
     store: StateStore,
     sampler: Sampler,
     target: tuple[torch.device, torch.dtype],

@@ -16,6 +16,16 @@ class SharedKeysSpec(AttentionSpec):
 
 
 @dataclass(frozen=True, slots=True)
+class BlockAttentionSpec(AttentionSpec):
+    """Attention of a block of tokens that are drafted at once, over what a model made of those before it.
+
+    `sees_ahead`: each token of a block sees all of it (DFlash).
+    """
+
+    sees_ahead: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class ScaledQueriesSpec(AttentionSpec):
     """Queries times learned factors, behind the rotation; `out_norm` is of gated outputs (Dory)."""
 

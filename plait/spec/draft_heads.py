@@ -21,18 +21,31 @@ class DraftHeadSpec(ModelSpec):
 
 
 @dataclass(frozen=True, slots=True)
-class EagleSpec(DraftHeadSpec):
-    """EAGLE-3 (Li et al. 2025): see `model.eagle`.
+class ReadingSpec(DraftHeadSpec):
+    """A head that reads states of inner layers of its model: see `model.eagle`.
 
     `num_drafted`: the tokens that the head knows. `taps`: the layers before which states are read; None: the
     usual three of `list_taps`; empty: what is behind the last norm. `norms_states`: each on its own, or all
-    as one vector. `keeps_normed`: the first layer adds to the normed state. `passes_normed`: the next draft
-    token is made of a normed state, too.
+    as one vector.
     """
 
     num_drafted: int = 0
     taps: tuple[int, ...] | None = None
     norms_states: str | None = None  # "each", "all"
+
+    def list_taps(self, num_layers: int) -> tuple[int, ...]:
+        """The layers of a model with so many before which states are read: one near each end, one between."""
+        return (2, num_layers // 2, num_layers - 3) if self.taps is None else self.taps
+
+
+@dataclass(frozen=True, slots=True)
+class EagleSpec(ReadingSpec):
+    """EAGLE-3 (Li et al. 2025): see `model.eagle`.
+
+    `keeps_normed`: the first layer adds to the normed state. `passes_normed`: the next draft token is made of
+    a normed state, too.
+    """
+
     keeps_normed: bool = False
     passes_normed: bool = False
 
@@ -41,9 +54,21 @@ class EagleSpec(DraftHeadSpec):
         """See `DraftHeadSpec`."""
         return "a head of EAGLE-3"
 
-    def list_taps(self, num_layers: int) -> tuple[int, ...]:
-        """The layers of a model with so many before which states are read: one near each end, one between."""
-        return (2, num_layers // 2, num_layers - 3) if self.taps is None else self.taps
+
+@dataclass(frozen=True, slots=True)
+class DFlashSpec(ReadingSpec):
+    """DFlash (Chen et al. 2026): see `model.dflash`. Its layers attend as `BlockAttentionSpec` says.
+
+    `block_size`: the last token and the draft, at most. `mask_token`: what stands for a token of the draft.
+    """
+
+    block_size: int = 16
+    mask_token: int = 0
+
+    @property
+    def title(self) -> str:
+        """See `DraftHeadSpec`."""
+        return "a head of DFlash"
 
 
 @dataclass(frozen=True, slots=True)

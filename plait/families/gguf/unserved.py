@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from plait.families.common.refused import AUDIO, DIFFUSION, DRAFTER, ENCODER, ENCODER_DECODER, IMAGE
+from plait.families.common.refused import AUDIO, DIFFUSION, ENCODER, ENCODER_DECODER, IMAGE
 
 _REASONS: Mapping[str, tuple[str, ...]] = {
     ENCODER_DECODER: ("t5",),
@@ -14,7 +14,6 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
         *("eurobert", "t5encoder"),
     ),
     DIFFUSION: ("dream", "llada", "llada-moe", "rnd1"),
-    DRAFTER: ("dflash",),
     AUDIO: ("pockettts", "qwen3tts", "wavtokenizer-dec"),
     IMAGE: ("clip",),
     "a router chooses among adapters for each token, which is not implemented": ("graniteswitch",),

@@ -37,7 +37,7 @@ from plait.loading.image.file_format import (
 )
 from plait.loading.image.restore import as_bytes, list_buffers
 from plait.memory import PagedState
-from plait.runner.host.mtp_passes import HostPasses
+from plait.runner.host.block_passes import HostBlockPasses, RecordedPasses
 from plait.runner.host.program import HostProgram
 from plait.state.host_store import HostStore
 
@@ -109,7 +109,7 @@ def capture_step(
     store: HostStore,
     chosen: Mapping[str, object],
     kept: Iterable[KeptBlock] = (),
-    head: HostPasses | None = None,
+    head: RecordedPasses | None = None,
     tile_check: tuple[object, tuple[bytes, ...], tuple[bytes, bytes, bytes]] | None = None,
 ) -> CapturedImage:
     """A recorded step as an image has it, with the passes of a head if there is one.
@@ -122,8 +122,11 @@ def capture_step(
     programs, made, own = [program], _program(memory, program), None
     if head is not None:
         states = {name: s for name, s in head.store.states.items() if isinstance(s, PagedState)}
-        own = HeadPart(_program(memory, head.program), _result(memory, head.before), states)
-        programs.append(head.program)
+        blocks = None
+        if isinstance(head, HostBlockPasses):
+            blocks = _program(memory, head.blocks), head.mask_token
+        own = HeadPart(_program(memory, head.program), blocks, _result(memory, head.before), states)
+        programs += _list_passes(head)
     tables = [word for held in _list_held(programs) for word in _table_words(memory, held)]
     loops = {name: memory.kernel(kernel) for name, kernel in list_loops().items()}
     numbers = {name: memory.kernel(kernel) for name, kernel in chosen.items()}
@@ -162,13 +165,13 @@ def _program(memory: Memory, program: HostProgram) -> ProgramPart:
 
 
 def _ranges(
-    program: HostProgram, store: HostStore, kept: Iterable[KeptBlock], head: HostPasses | None
+    program: HostProgram, store: HostStore, kept: Iterable[KeptBlock], head: RecordedPasses | None
 ) -> list[MemoryRange]:
     """All memory that a step may point into. Regions of files have their paths for names."""
     programs, arrays, states = [program], dict(program.static.arrays), store.arrays
     if head is not None:
-        programs, states = [program, head.program], states | head.store.arrays
-        arrays |= list_buffers(head.program.static, head.before)
+        programs, states = [program, *_list_passes(head)], states | head.store.arrays
+        arrays |= list_buffers(*(one.static for one in _list_passes(head)), before=head.before)
     found = [_range("block", "", block) for one in programs for block in one.table.blocks]
     found += [_range("static", name, as_bytes(array)) for name, array in arrays.items()]
     found += [_range("store", name, array.reshape(-1)) for name, array in states.items()]
@@ -185,6 +188,10 @@ def _ranges(
         content = np.ctypeslib.as_array((ctypes.c_uint8 * (end - start)).from_address(start))
         found.append(MemoryRange(start, end - start, Region("constant", "", 0, end - start), content))
     return found
+
+
+def _list_passes(head: RecordedPasses) -> list[HostProgram]:
+    return [head.program, head.blocks] if isinstance(head, HostBlockPasses) else [head.program]
 
 
 def _range(kind: str, name: str, memory: Bytes) -> MemoryRange:

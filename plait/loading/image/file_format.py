@@ -30,10 +30,10 @@ from plait.kernels.load import is_foreign_file
 from plait.memory import PagedState, SlotState, State
 from plait.typed_values import decode_msgpack
 
-MAGIC = b"plaitim3"
+MAGIC = b"plaitim4"
 _START = struct.Struct("<8sQQ32s")
 _PAGE = 4096
-HEAD = "mtp."  # the names of a head's buffers begin with it
+HEAD, BLOCKS = "mtp.", "mtp.blocks."  # the names of a head's buffers begin with one of these
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -104,9 +104,13 @@ class ProgramPart(Struct, frozen=True):
 
 
 class HeadPart(Struct, frozen=True):
-    """A head that drafts: its passes, the hidden states that they read, and its state."""
+    """A head that drafts: its passes, the hidden states that they read, and its state.
+
+    blocks: the passes of one that drafts a block at once, and the mask that it reads; None: it does not.
+    """
 
     program: ProgramPart
+    blocks: tuple[ProgramPart, int] | None
     before: Result
     states: Mapping[str, PagedState]  # in order
 

@@ -23,6 +23,7 @@ from plait.kernels.load import (
     why_no_tiles,
 )
 from plait.loading.image.file_format import (
+    BLOCKS,
     HEAD,
     Bytes,
     FilePart,
@@ -33,6 +34,7 @@ from plait.loading.image.file_format import (
     TilesPart,
 )
 from plait.memory import State, block_groups
+from plait.runner.host.block_passes import HostBlockPasses, RecordedPasses
 from plait.runner.host.mtp_passes import HostPasses
 from plait.runner.host.program import HostProgram, StepResults
 from plait.runner.host.sampler import HostSampler
@@ -94,9 +96,10 @@ class RestoredStep:
         self._buffers, self._states, self._drafts = dict(self._static.arrays), store.arrays, drafts
         if step.head and drafts:
             head, before = step.head, step.head.before
-            self._head_static = _make_static(head.program, head.states, model.block_size)
+            parts = [head.program, *((head.blocks[0],) if head.blocks else ())]
+            self._passes = [_make_static(part, head.states, model.block_size) for part in parts]
             rows = allocate_block(prod(before.shape) * 4).view(before.dtype).reshape(before.shape)
-            self._buffers |= list_buffers(self._head_static, rows)
+            self._buffers |= list_buffers(*self._passes, before=rows)
             self._states = self._states | drafts.arrays
         self._step, self._constants, self._files = step, image.constants, files
         self._memory = [self._find(region) for region in step.regions]
@@ -118,13 +121,16 @@ class RestoredStep:
         """The step, ready to run."""
         return self._make(self._step.program, self._static)
 
-    def passes(self, sampler: HostSampler) -> HostPasses:
+    def passes(self, sampler: HostSampler) -> RecordedPasses:
         """The passes of the head, ready to run. There must be one, and its state."""
         head, store = self._step.head, self._drafts
         assert head is not None
         assert store is not None
-        program = self._make(head.program, self._head_static)
-        return HostPasses(program, self._view(head.before), store, sampler)
+        own = self._make(head.program, self._passes[0]), self._view(head.before), store
+        if head.blocks is None:
+            return HostPasses(*own, sampler)
+        part, mask_token = head.blocks
+        return HostBlockPasses(*own, self._make(part, self._passes[1]), sampler, mask_token)
 
     def _make(self, part: ProgramPart, static: StaticBatch) -> HostProgram:
         table = new_table(part.scratch, part.shared)
@@ -176,9 +182,11 @@ def _check_tiles(tiles: TilesPart, address: int) -> None:
         raise BadFile(f"it runs on AMX, which is not used: {why}")
 
 
-def list_buffers(static: StaticBatch, before: npt.NDArray[np.float32]) -> dict[str, npt.NDArray[Any]]:
-    """The buffers of a head's passes, by the names that an image has for them."""
-    return {f"{HEAD}{name}": array for name, array in {**static.arrays, "before": before}.items()}
+def list_buffers(*passes: StaticBatch, before: npt.NDArray[np.float32]) -> dict[str, npt.NDArray[Any]]:
+    """The buffers of a head's passes, and of those over blocks, by the names that an image has for them."""
+    named = zip((HEAD, BLOCKS), passes, strict=False)
+    found = {f"{prefix}{name}": array for prefix, static in named for name, array in static.arrays.items()}
+    return {**found, f"{HEAD}before": before}
 
 
 def _make_static(part: ProgramPart, states: Mapping[str, State], block_size: int) -> StaticBatch:

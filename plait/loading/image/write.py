@@ -32,6 +32,7 @@ from plait.loading.probe_scorer import open_settled
 from plait.loading.target import make_target
 from plait.memory import PagedState, SlotState
 from plait.ops.registry import list_variants
+from plait.runner.host.block_passes import HostBlockPasses, RecordedPasses
 from plait.runner.host.mtp_passes import HostPasses
 from plait.runner.host.program import ProgramReplay
 from plait.runner.runner import ModelRunner
@@ -145,10 +146,10 @@ def source_of(built: Built | Loaded, target: Target) -> Opened:
     return built.draft if built.draft and target is built.target.drafts else built.opened
 
 
-def _head(built: Built | Loaded) -> HostPasses | None:
+def _head(built: Built | Loaded) -> RecordedPasses | None:
     """The recorded passes of a model's own head, if that drafts."""
     passes = built.drafter.passes if built.drafter else None
-    return passes if isinstance(passes, HostPasses) else None
+    return passes if isinstance(passes, HostPasses | HostBlockPasses) else None
 
 
 def _model_part(built: Built | Loaded, blocks: Sequence[KeptBlock]) -> ModelPart:

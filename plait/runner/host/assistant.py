@@ -62,6 +62,11 @@ class AssistantDrafter:
         assert self._made is not None
         return self._made[0]
 
+    @property
+    def most(self) -> int:
+        """Tokens of a draft, at most."""
+        return MOST_STEPS
+
     def begin(self, store: object) -> None:
         """Read the memory of this model from now on. Raises OutOfMemory."""
         self._made = self._make(store)

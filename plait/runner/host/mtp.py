@@ -19,7 +19,7 @@ import numpy.typing as npt
 from plait.runner.host.draft_memory import DraftMemory, without_logprobs
 from plait.runner.host.mtp_passes import HeadPasses, HiddenRows
 from plait.schedule.drafts.turns import DraftRequest
-from plait.schedule.plan import MOST_STEPS, Chunk, SamplingRow, StepPlan
+from plait.schedule.plan import Chunk, SamplingRow, StepPlan
 
 MOST_KEPT = 256  # hidden states of one sequence that wait for the head
 
@@ -87,21 +87,11 @@ class MtpDrafter:
     """Proposes drafts with a model's head. `kept`: memory for hidden states of each place.
 
     `observe` has to be called behind each step of the model. Sequences beyond the places get no drafts.
-    Penalties and `min_tokens` are left out of the draws, as with a draft model. `most`: tokens of a draft;
-    `ahead`: positions that its passes need behind those.
+    Penalties and `min_tokens` are left out of the draws, as with a draft model.
     """
 
-    def __init__(
-        self,
-        passes: HeadPasses,
-        memory: DraftMemory,
-        kept: KeptRows,
-        *,
-        most: int = MOST_STEPS,
-        ahead: int = 0,
-    ) -> None:
+    def __init__(self, passes: HeadPasses, memory: DraftMemory, kept: KeptRows) -> None:
         self.passes, self.memory, self._kept = passes, memory, kept
-        self._most, self._ahead = most, ahead
         self._free = [HeadPlace(i) for i in reversed(range(memory.num_places))]
         self._places: OrderedDict[int, HeadPlace] = OrderedDict()  # by sequence, least recently drafted first
         self._error: Exception | None = None
@@ -143,6 +133,11 @@ class MtpDrafter:
         if work:
             found |= self._draft(work)
         return found
+
+    @property
+    def most(self) -> int:
+        """Tokens of a draft, at most."""
+        return self.passes.most
 
     def place_of(self, seq_id: int) -> HeadPlace | None:
         """Where the state of a sequence is, if it has a place."""
@@ -193,7 +188,7 @@ class MtpDrafter:
         if not place.is_about(one.token_ids):
             place.clear(end)
             return False
-        needed = end + min(longest, self._most) + self._ahead
+        needed = end + min(longest, self.most) + self.passes.ahead
         if place.at != place.done or needed - place.base > self.memory.max_len:
             place.base = place.done = place.at
         if needed - place.base > self.memory.max_len:  # its own limit is less than that of another
@@ -203,14 +198,14 @@ class MtpDrafter:
     def _draft(self, work: list[tuple[DraftRequest, HeadPlace]]) -> dict[int, tuple[int, ...]]:
         """One pass over what is new of all sequences, then passes of one token each."""
         work.sort(key=lambda each: len(each[0].token_ids) - each[1].done > 2 or each[1].done == each[1].base)
-        length = min(max(one.limit for one, _ in work), self._most)
+        length = min(max(one.limit for one, _ in work), self.most)
         self._step += 1
         chunks, rows = [], []
         for one, place in work:
             end = len(one.token_ids) - 1
             tokens = tuple(one.token_ids[place.done + 1 :])
             start = place.done - place.base
-            tables = self.memory.tables(place.index, start, end - place.base + length + self._ahead)
+            tables = self.memory.tables(place.index, start, end - place.base + length + self.passes.ahead)
             chunks.append(Chunk(one.seq_id, start, tokens, tables, 0, 1))
             rows.append(self._kept.first(place.index, len(tokens)))
         sampling = [

@@ -10,7 +10,7 @@ import numpy as np
 
 from plait.runner.host.program import Floats, HostProgram
 from plait.runner.host.sampler import HostSampler, is_greedy
-from plait.schedule.plan import Chunk, SamplingBatch, SamplingRow, StepPlan
+from plait.schedule.plan import MOST_STEPS, Chunk, SamplingBatch, SamplingRow, StepPlan
 from plait.state.host_store import HostStore
 
 Drafts = list[tuple[int, ...]]
@@ -24,7 +24,13 @@ class HiddenRows(Protocol):
 
 
 class HeadPasses(Protocol):
-    """Drafts for the chunks of a plan, each with a row to go on from."""
+    """Drafts for the chunks of a plan, each with a row to go on from.
+
+    `most`: tokens of a draft; `ahead`: positions that it needs behind these.
+    """
+
+    most: int
+    ahead: int
 
     def run(
         self, plan: StepPlan, rows: Sequence[HiddenRows], sampling: Sequence[SamplingRow], length: int
@@ -41,8 +47,10 @@ class HostPasses:
     """As one native program over buffers that are as long as the largest pass.
 
     `before`: hidden states that a pass reads, [most tokens, hidden], of which it leaves those to go on from;
-    `store`: the keys and values that the head reads. `stays`: see `DraftHead`.
+    `store`: the keys and values that the head reads. `stays`: see `ChainHead`.
     """
+
+    most, ahead = MOST_STEPS, 0
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Startups from an image of a model with a head of EAGLE-3: the bits of the run that kept it."""
+"""Startups from an image of a model with a head of EAGLE-3 or DFlash: the bits of the run that kept it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from plait.request import SamplingParams
 from plait.runner.host.mtp import MtpDrafter
 from plait.runner.host.mtp_passes import HiddenRows
 from plait.schedule.plan import Chunk, SamplingBatch, SamplingRow, StepPlan
+from tests.families.dflash_oracle import DFlashOracle
 from tests.families.eagle_oracle import EagleOracle
 from tests.loading.image.test_drafts import compare_heads
 from tests.runner.recordings import loaded
@@ -29,11 +30,19 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["first", pytest.param("speculators", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (EagleOracle, "first"),
+        (DFlashOracle, "windows"),
+        pytest.param(EagleOracle, "speculators", marks=pytest.mark.slow),
+        pytest.param(DFlashOracle, "speculators", marks=pytest.mark.slow),
+    ],
+)
 def test_an_image_has_the_bits_of_the_head_that_was_kept(
-    name: str, tmp_path: Path, kernel_folder: Path
+    kind: type[EagleOracle | DFlashOracle], name: str, tmp_path: Path, kernel_folder: Path
 ) -> None:
-    oracle = EagleOracle(name, tmp_path / "oracle")
+    oracle = kind(name, tmp_path / "oracle")
     head, model = oracle.write(tmp_path / "head"), str(oracle.trunk_folder)
     (tmp_path / "kernels").symlink_to(kernel_folder)
     config = EngineConfig(speculate=str(head), cache_dir=str(tmp_path), **SIZES)
@@ -60,7 +69,7 @@ def test_an_image_has_the_bits_of_the_head_that_was_kept(
     assert key_of(files, config) != key_of(files, EngineConfig(cache_dir=str(tmp_path), **SIZES))
 
 
-def compare_shown(oracle: EagleOracle, runner: Any, drafter: MtpDrafter) -> np.ndarray:
+def compare_shown(oracle: EagleOracle | DFlashOracle, runner: Any, drafter: MtpDrafter) -> np.ndarray:
     """What a step from the image shows is the reference's, and so is what the whole model shows later."""
     shown: list[np.ndarray] = []
 

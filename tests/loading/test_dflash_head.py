@@ -1,0 +1,171 @@
+"""A head of DFlash that drafts for a model: the same text with and without, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from plait import LLM, SamplingParams
+from plait.config import EngineConfig
+from plait.errors import ConfigError, UnsupportedModel, UnusedTensor
+from plait.loading.build import Loaded, load
+from plait.loading.draft_heads import find_spec, list_head_ops, load_draft_head
+from plait.loading.draft_model import open_draft
+from plait.loading.open_model import open_model
+from plait.model.dflash import DFlashHead
+from plait.ops.registry import REGISTRY
+from plait.runner.block_passes import EagerBlockPasses
+from plait.runner.host.block_passes import HostBlockPasses
+from plait.schedule.drafts.turns import DraftRequest
+from plait.schedule.plan import Chunk, SamplingRow, StepPlan
+from plait.state.store import StateStore
+from tests.families import tiny
+from tests.families.dflash_oracle import DFlashOracle
+
+SIZES: dict[str, Any] = {
+    "device": "cpu", "threads": 1, "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 64,
+    "dtype": "float32",
+}  # fmt: skip
+GREEDY, DRAWN = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.95)
+
+
+class Published:
+    """A model, and a head for it, as directories."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.oracle = DFlashOracle(name, folder)
+        self.model, self.head = self.oracle.trunk_folder, self.oracle.write(folder / "head")
+
+    def load(self, **options: Any) -> Loaded:
+        return load(str(self.model), EngineConfig(speculate=str(self.head), **SIZES, **options))
+
+
+@pytest.fixture(scope="module", params=["windows", "speculators"])
+def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Published:
+    return Published(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Published:
+    return Published("z-lab", tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture
+def loaded(published: Published) -> Iterator[Loaded]:
+    made = published.load()
+    yield made
+    made.front.close(drain=False)
+
+
+def test_text_is_the_same_with_a_head_as_without(published: Published) -> None:
+    """Greedy, drawn, several choices and a second turn that the prefix cache knows."""
+    prompts = [[3, 4, 5, 6, 7, 8], [9, 1, 2]]
+    params = [
+        SamplingParams(temperature=t, seed=5, max_tokens=40, n=n, ignore_eos=True)
+        for t, n in ((0.0, 1), (0.9, 2))
+    ]
+    found = []
+    for words in ({}, {"speculate": str(published.head), "num_draft_tokens": 5}):
+        with LLM(str(published.model), **SIZES, **words) as llm:
+            outputs = llm.generate(prompts, params)
+            longer = [[*p, *outputs[0].outputs[0].token_ids] for p in prompts]
+            outputs += llm.generate(longer, params)
+            one = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
+            outputs += llm.generate(prompts[1], one)  # as long as the model's longest sequence
+            found.append([[tuple(c.token_ids) for c in out.outputs] for out in outputs])
+            drafts = llm.front.loop.engine.speculation  # type: ignore[attr-defined]
+            assert not words or (drafts.num_drafted > 0 and drafts.error is None)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("options", [{}, {"ops": "reference"}], ids=["native", "reference"])
+def test_drafts_are_those_of_the_reference(plain: Published, options: dict[str, str]) -> None:
+    """Of references the very tokens; native ones have weights in five bits."""
+    oracle, made = plain.oracle, plain.load(**options)
+    try:
+        drafter = made.drafter
+        assert drafter is not None
+        assert drafter.most == 7, "a block without its first token, though 8 may be drafted"
+        ids = [5, 17, 3, 88, 41, 6]
+        shown = oracle.observe(torch.tensor(ids[:-1]))
+        drafter.observe(StepPlan(1, (Chunk(1, 0, tuple(ids[:-1]), ((1, 2),), 0, 1),)), shown)
+        found = drafter.propose([DraftRequest(1, tuple(ids), 8, GREEDY, 0)])
+        assert len(found[1]) == 7
+        if options:
+            assert found == {1: tuple(oracle.draft(shown, ids[-1], 7).argmax(-1).tolist())}
+    finally:
+        made.front.close(drain=False)
+
+
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_recorded_passes_give_the_drafts_of_passes_op_by_op(loaded: Loaded, params: SamplingParams) -> None:
+    drafter, target = loaded.drafter, loaded.target
+    assert drafter is not None
+    assert isinstance(drafter.passes, HostBlockPasses)
+    draft = open_draft(loaded.config, loaded.front.spec, None)
+    spec = find_spec(draft)
+    assert spec is not None
+    head = load_draft_head(draft, spec, loaded.opened, target, loaded.runner.decoder)
+    assert isinstance(head, DFlashHead)
+    memory = drafter.memory
+    store = StateStore(head.states, memory.num_blocks, 0, memory.block_size, target.device, target.dtype)
+    eager = EagerBlockPasses(head, store, loaded.runner.sampler, target.device, 7)
+    rows = [torch.randn(1, head.width), torch.randn(5, head.width)]
+    chunks = tuple(
+        Chunk(n, 0, tuple(range(7, 7 + len(row))), memory.tables(n, 0, 24), 0, 1)
+        for n, row in enumerate(rows)
+    )
+    sampling = [SamplingRow(params, 1, 1, position, 3) for position in (2, 6)]
+    plan = StepPlan(1, chunks)
+    for length in (3, 7, 1):
+        assert eager.run(plan, rows, sampling, length) == drafter.passes.run(plan, rows, sampling, length)
+
+
+def test_sequences_do_not_change_each_others_drafts(loaded: Loaded) -> None:
+    drafter = loaded.drafter
+    assert drafter is not None
+    memory, width = drafter.memory, loaded.target.drafts.hidden_size
+    chunks = [Chunk(n, 0, (7, 8, 9), memory.tables(n, 0, 24), 0, 1) for n in range(3)]
+    rows, row = [torch.randn(3, width) for _ in chunks], SamplingRow(DRAWN, 1, 1, 4, 3)
+    together = drafter.passes.run(StepPlan(1, tuple(chunks)), rows, [row] * 3, 4)
+    alone = [
+        drafter.passes.run(StepPlan(1, (c,)), [r], [row], 4)[0] for c, r in zip(chunks, rows, strict=True)
+    ]
+    assert together == alone
+    assert len({*together}) == 3
+
+
+def test_a_head_alone_is_no_model(plain: Published) -> None:
+    with pytest.raises(UnsupportedModel, match=r"head of DFlash: it drafts for .* --speculate"):
+        open_model(str(plain.head), EngineConfig())
+
+
+def test_a_head_is_refused_next_to_adapters(plain: Published, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="drafts from the model without adapters; with lora choose ngram"):
+        plain.load(lora_folder=str(tmp_path))
+
+
+def test_a_tensor_that_a_head_does_not_use_is_refused(plain: Published, tmp_path: Path) -> None:
+    oracle = plain.oracle
+    tiny.save_file(
+        {**oracle.tensors, "layers.2.mlp.up_proj.weight": torch.ones(2)}, tmp_path / "model.safetensors"
+    )
+    (tmp_path / "config.json").write_text(json.dumps(oracle.config))
+    with pytest.raises(UnusedTensor, match=r"layers\.2\.mlp\.up_proj\.weight"):
+        load(str(plain.model), EngineConfig(speculate=str(tmp_path), **SIZES))
+
+
+def test_a_gpu_tries_what_a_head_binds(published: Published) -> None:
+    config = EngineConfig(speculate=str(published.head), **SIZES)
+    opened = open_model(str(published.model), config)
+    draft = open_draft(config, opened.resolved.spec, None)
+    spec = find_spec(draft)
+    assert spec is not None
+    tried = list_head_ops(draft, spec, opened).keys()
+    assert {"paged_attention", "linear", "add_rms_norm", "take_rows"} <= tried
+    assert tried < REGISTRY.keys()
