@@ -1,7 +1,7 @@
-"""DFlash: heads that draft a block of tokens at once, in files of their own, one for each model.
+"""DFlash, DSpark, DFlash2: heads that draft a block of tokens at once, in files of their own.
 
-Layouts of z-lab's heads, of vLLM's Speculators (a config in two parts), and llama.cpp's files, which have an
-architecture of their own. A tensor shows that a checkpoint is one: many configs say "Qwen3".
+Layouts of z-lab's and DeepSeek's heads, of vLLM's Speculators (a config in two parts), and llama.cpp's files,
+which have an architecture of their own. Tensors show what a checkpoint is: many configs say "Qwen3".
 """
 
 from __future__ import annotations
@@ -11,47 +11,45 @@ from dataclasses import fields, replace
 
 from torch import Tensor
 
-from plait.checkpoint.names import NameMap, Rules, Source
+from plait.checkpoint.names import NameMap
 from plait.errors import UnsupportedModel
-from plait.families.common.recipes import transformer, unused_patterns
+from plait.families.common.recipes import unused_patterns
 from plait.families.common.resolved import Resolved
 from plait.families.common.spec_builders import norm
 from plait.families.config.checks import blame_config, check_named, check_spec
 from plait.families.config.normalize import FULL, SLIDING, Config, normalize
 from plait.families.detect.detect import Shapes
-from plait.families.eagle import ARCHITECTURE, TABLE, UNUSED, check_body, flatten_head, is_set
+from plait.families.dflash_names import TABLE, UNUSED, Found, find_prefix, name_gguf_tensors, name_tensors
+from plait.families.eagle import ARCHITECTURE, check_body, flatten_head, is_set
+from plait.families.eagle import UNUSED as OF_TRAINING
 from plait.families.gguf.config import gguf_config
-from plait.families.gguf.names import ROPE_TABLES, usual_names
+from plait.families.gguf.names import ROPE_TABLES
 from plait.families.llama import QWEN, dense
 from plait.families.resolve import FILE
 from plait.spec.attention import BlockAttentionSpec
-from plait.spec.draft_heads import DFlashSpec
+from plait.spec.draft_heads import BlockConvSpec, DFlashSpec, SelectorSpec
 from plait.spec.model import AttentionSpec, BranchSpec, ModelSpec
 
-PREFIXES = ("", "model.")
-OWN, GGUF, SINKS = "dflash_config", "dflash", "self_attn.attention_sink_bias"
+OWN, GGUF = "dflash_config", "dflash"
 # Of the head, in `dflash_config` or at the top. Elsewhere some of them are of a whole model.
 KEYS = (
     *("mask_token_id", "target_layer_ids", "block_size", "input_embedding_scale", "output_multiplier"),
     *("final_logit_softcapping", "causal", "use_swa", "swa_window_size", "attention_value_scale"),
     *("projector_type", "aux_hidden_state_layer_ids", "sliding_window_non_causal", "is_causal"),
-    *("is_neox_style", "sample_from_anchor", "shift_label"),
+    *("is_neox_style", "rope_is_neox_style", "sample_from_anchor", "shift_label", "markov_rank"),
+    *("markov_head_type", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
 )
-DEFAULTS = {"norm_eps": 1e-6, "hidden_act": "silu", "max_position_embeddings": 2048}
-# Tensors of heads that go on from a block of DFlash, and what these are called.
-RELATIVES = {
-    "markov": "DSpark",
-    "candidate_selector.": "DFlash2",
-    "selector_hidden": "DFlash2",
-    "prefix_gru": "Domino",
+GGUF_KEYS = {
+    "target_layers": "aux_hidden_state_layer_ids",
+    "attention.causal": "causal",
+    "embedding_scale": "input_embedding_scale",
+    "logit_scale": "output_multiplier",
+    "attention.value_scale": "attention_value_scale",
+    **{key: key for key in ("block_size", "final_logit_softcapping", "sample_from_anchor")},
+    **{key: key for key in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")},
 }
-LARGEST = 1024  # tokens of a block
-
-
-def find_prefix(shapes: Shapes) -> str | None:
-    """The prefix of names of a DFlash head; None: it is none."""
-    parts = ("hidden_norm", "fc", "layers.0.self_attn.k_proj")
-    return next((p for p in PREFIXES if all(f"{p}{part}.weight" in shapes for part in parts)), None)
+DEFAULTS = {"norm_eps": 1e-6, "hidden_act": "silu", "max_position_embeddings": 2048}
+LARGEST, LONGEST, WIDEST = 1024, 16, 4096  # rows of a block; taps, numbers and tokens of what chooses
 
 
 def resolve_dflash(config: Mapping[str, object] | None, shapes: Shapes) -> Resolved:
@@ -59,18 +57,19 @@ def resolve_dflash(config: Mapping[str, object] | None, shapes: Shapes) -> Resol
 
     config: its config.json; shapes: every tensor, rows first.
     """
-    prefix = find_prefix(shapes) or ""
-    _check_relatives(shapes)
+    found = Found.of(shapes, find_prefix(shapes) or "")
     with blame_config():
         flat = flatten_head(config or {})
         own = _take_own(flat)
         check_named(flat)
         check_body(flat)
         c = normalize(flat, {**QWEN, **DEFAULTS}, ("sliding_window",))
-        spec = _build(c, own, _Found(shapes, prefix))
+        spec = _build(c, own, found)
         check_spec(spec)
     why = {key: FILE if key in flat else "from the other keys" for key in c}
-    return Resolved(spec, NameMap(_names(prefix), ignored=unused_patterns(c, *UNUSED)), c, why, spec.family)
+    names = name_tensors(spec, found, shapes)
+    ignored = unused_patterns(c, *UNUSED, *OF_TRAINING)
+    return Resolved(spec, NameMap(names, ignored=ignored), c, why, spec.family)
 
 
 def is_dflash_gguf(metadata: Mapping[str, object]) -> bool:
@@ -85,18 +84,9 @@ def resolve_dflash_gguf(
 
     read: a tensor's numbers, which only divisors of rotations need.
     """
-    _check_relatives(shapes)
     part = {key.removeprefix(f"{GGUF}."): metadata[key] for key in metadata if key.startswith(f"{GGUF}.")}
-    names = {
-        "block_size": "block_size",
-        "target_layers": "aux_hidden_state_layer_ids",
-        "attention.causal": "causal",
-        "embedding_scale": "input_embedding_scale",
-        "logit_scale": "output_multiplier",
-        "final_logit_softcapping": "final_logit_softcapping",
-        "attention.value_scale": "attention_value_scale",
-    }
-    own = {ours: part.pop(theirs) for theirs, ours in names.items() if theirs in part}
+    own = {ours: part.pop(theirs) for theirs, ours in GGUF_KEYS.items() if theirs in part}
+    part.pop("has_confidence_head", None)
     own["mask_token_id"] = metadata.get("tokenizer.ggml.mask_token_id")
     windows = part.pop("attention.sliding_window_pattern", None)
     own["sliding_window_non_causal"] = isinstance(windows, list | tuple) and all(windows)  # `use_swa`
@@ -109,16 +99,11 @@ def resolve_dflash_gguf(
         c = normalize(flat, {**QWEN, **DEFAULTS}, ("sliding_window",))
         c["draft_vocab_size"] = shapes.get("output.weight", shapes.get("d2t", (size,)))[0]
         c["tie_word_embeddings"] = TABLE in shapes and "output.weight" not in shapes
-        spec = _build(c, own, _Found(shapes, "", is_gguf=True))
+        found = Found.of(shapes, is_gguf=True)
+        spec = _build(c, own, found)
         check_spec(spec)
-    rules: Rules = {
-        "hidden_norm": "enc.output_norm",
-        "fc": "fc",
-        "tokens": "d2t",
-        **usual_names(c),
-        "layers.{i}.attn.sinks": "blk.{i}.attn_sinks.weight",
-    }
-    return Resolved(spec, NameMap(rules, ignored=(ROPE_TABLES,)), c, why, spec.family)
+    names = NameMap(name_gguf_tensors(spec, found, c), ignored=(ROPE_TABLES, *UNUSED))
+    return Resolved(spec, names, c, why, spec.family)
 
 
 def _windows(pattern: object) -> dict[str, object]:
@@ -130,28 +115,6 @@ def _windows(pattern: object) -> dict[str, object]:
     return {"layer_types": [SLIDING if one else FULL for one in pattern], "use_sliding_window": True}
 
 
-class _Found:
-    """What the tensors of a file say. `prefix`: of names."""
-
-    def __init__(self, shapes: Shapes, prefix: str, *, is_gguf: bool = False) -> None:
-        first = "blk.0." if is_gguf else f"{prefix}layers.0."
-        norms, sinks = ("attn_q_norm", "attn_sinks.weight") if is_gguf else ("self_attn.q_norm", SINKS)
-        self.has_norms, self.has_sinks = f"{first}{norms}.weight" in shapes, f"{first}{sinks}" in shapes
-        table, head = (
-            (TABLE, "output.weight") if is_gguf else (f"{prefix}embed_tokens.weight", "lm_head.weight")
-        )
-        self.is_tied = table in shapes and head not in shapes
-
-
-def _check_relatives(shapes: Shapes) -> None:
-    """Raises UnsupportedModel for a head of another kind that has all tensors of DFlash, and more."""
-    for part, title in RELATIVES.items():
-        if any(part in name for name in shapes):
-            raise UnsupportedModel(
-                f"it is a head of {title}, which is not implemented; heads of DFlash are read"
-            )
-
-
 def _take_own(flat: Config) -> Config:
     """The head's keys, which are no longer in `flat`."""
     own = {key: flat.pop(key) for key in KEYS if key in flat}
@@ -159,13 +122,14 @@ def _take_own(flat: Config) -> Config:
     return Config({**own, **(inner if isinstance(inner, Mapping) else {})})
 
 
-def _build(c: Config, own: Config | dict[str, object], found: _Found) -> DFlashSpec:
+def _build(c: Config, own: Config | dict[str, object], found: Found) -> DFlashSpec:
     _check_own(own)
-    interleaved = not is_set(own, "is_neox_style", usual=True)
+    interleaved = not all(is_set(own, key, usual=True) for key in ("is_neox_style", "rope_is_neox_style"))
     qk_norm = norm(c) if found.has_norms else None
     body, _ = dense(c, "dflash", qk_norm=qk_norm, sinks=found.has_sinks, interleaved=interleaved)
     if not body.layers:
         raise UnsupportedModel("num_hidden_layers is 0, and a head has a layer at least")
+    conv, selector = _sizes(own, body) if found.has_convs else (None, None)
     cap = own.get("final_logit_softcapping")
     return DFlashSpec(
         family="dflash",
@@ -183,7 +147,28 @@ def _build(c: Config, own: Config | dict[str, object], found: _Found) -> DFlashS
         taps=_taps(own),
         block_size=_count(own, "block_size", 16, 2, LARGEST),
         mask_token=_count(own, "mask_token_id", None, 0, body.vocab_size - 1),
+        from_last=_reads_last(own, found),
+        markov_rank=found.markov_rank,
+        conv=conv,
+        selector=selector,
     )
+
+
+def _reads_last(own: Mapping[str, object], found: Found) -> bool:
+    """Whether the last token's row gives a token, too: usual for DSpark, but not in Speculators' layout."""
+    is_parts = "aux_hidden_state_layer_ids" in own and not found.is_gguf
+    return is_set(own, "sample_from_anchor", usual=bool(found.markov_rank) and not is_parts)
+
+
+def _sizes(own: Mapping[str, object], body: ModelSpec) -> tuple[BlockConvSpec, SelectorSpec]:
+    """Of what DFlash2 has more than DFlash."""
+    group = _count(own, "conv_group_size", None, 1, body.hidden_size)
+    if body.hidden_size % group:
+        raise UnsupportedModel(f"conv_group_size is {group}, which does not divide {body.hidden_size}")
+    rank = _count(own, "selector_rank", None, 1, WIDEST)
+    top = _count(own, "selector_top_k", None, 1, min(WIDEST, body.vocab_size))
+    kernel = _count(own, "conv_kernel_size", None, 2, LONGEST)
+    return BlockConvSpec(kernel, group), SelectorSpec(rank, top)
 
 
 def _see(body: ModelSpec, own: Mapping[str, object]) -> tuple[tuple[BranchSpec, ...], ...]:
@@ -213,9 +198,12 @@ def _check_own(own: Mapping[str, object]) -> None:
     """Raises UnsupportedModel for what would give other drafts."""
     if (kind := own.get("projector_type", GGUF)) != GGUF:
         raise UnsupportedModel(f"projector_type is {str(kind)[:40]!r}, which is not implemented; 'dflash' is")
-    for key in ("sample_from_anchor", "shift_label"):
-        if is_set(own, key):
-            raise UnsupportedModel(f"{key} is true, which is not implemented for heads of DFlash")
+    if is_set(own, "shift_label"):
+        raise UnsupportedModel("shift_label is true, which is not implemented for heads of DFlash")
+    if (kind := own.get("markov_head_type", "vanilla")) != "vanilla":
+        raise UnsupportedModel(
+            f"markov_head_type is {str(kind)[:40]!r}, which is not implemented; vanilla is"
+        )
     if _number(own, "attention_value_scale", 1.0) != 1.0:
         raise UnsupportedModel("attention_value_scale is not 1, which is not implemented for heads of DFlash")
 
@@ -248,14 +236,3 @@ def _count(own: Mapping[str, object], key: str, usual: int | None, least: int, m
     if type(value) is not int or not least <= value <= most:
         raise UnsupportedModel(f"{key} is {str(value)[:40]!r}, not a number from {least} to {most}")
     return value
-
-
-def _names(prefix: str) -> Rules:
-    """Ours to those of the file."""
-    names: dict[str, Source] = {
-        "embed": f"{prefix}embed_tokens",
-        "d2t": "d2t",
-        "layers.{i}.attn.sinks": f"{prefix}layers.{{i}}.{SINKS}",
-        **{part: f"{prefix}{part}" for part in ("fc", "hidden_norm")},
-    }
-    return {**transformer(prefix), **names}

@@ -227,7 +227,7 @@ def make_drafter(
     with out_of_memory(f"allocating memory for drafts of {memory.num_places} sequences"):
         store = StateStore(head.states, memory.num_blocks, 0, memory.block_size, *where)
         if isinstance(head, DFlashHead):
-            most = min(config.num_draft_tokens, head.spec.block_size - 1)
+            most = config.num_draft_tokens
             made = make_block_passes(head, store, sampler, where, threads, capacity, most)
         else:
             assert isinstance(head, ChainHead)

@@ -27,7 +27,8 @@ from plait.families.common.inside import leave_out_beside
 from plait.families.common.refused import DRAFTER
 from plait.families.common.resolved import Resolved
 from plait.families.config.normalize import IncompleteConfig
-from plait.families.dflash import find_prefix, is_dflash_gguf, resolve_dflash, resolve_dflash_gguf
+from plait.families.dflash import is_dflash_gguf, resolve_dflash, resolve_dflash_gguf
+from plait.families.dflash_names import find_prefix
 from plait.families.eagle import find_first_layer, is_eagle_gguf, resolve_eagle, resolve_eagle_gguf
 from plait.families.gemma4_assistant import (
     is_assistant,

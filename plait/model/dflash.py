@@ -4,6 +4,9 @@ Chen et al. 2026, "DFlash: Block Diffusion for Flash Speculative Decoding" (arXi
 the states of some layers become one vector of each token, g. Keys and values of g, in each layer of the head,
 are the text that a block attends to. The block is the last token and a mask in the place of each token that
 is to be drafted; its rows see each other. A row of a mask gives the logits of the token in its place.
+
+DSpark (DeepSeek 2026) and DFlash2 (z-lab 2026) go on from there: `block_choice` says how one token of a draft
+depends on the one before it. In DFlash2, convolutions lie around each part of a layer.
 """
 
 from __future__ import annotations
@@ -13,11 +16,13 @@ from dataclasses import replace
 from torch import Tensor
 
 from plait.checkpoint.weights import Weights
+from plait.model.block_choice import make_choice
 from plait.model.decoder import Branch, Decoder
 from plait.model.draft_head import DraftHead
 from plait.model.head_tables import HeadTables
 from plait.model.layers.layers import Batch, Norm
 from plait.model.mixers.block_attention import BlockAttention
+from plait.model.token_conv import BlockRows, TokenConv
 from plait.ops.rows import take_rows
 from plait.spec.draft_heads import DFlashSpec
 from plait.spec.model import ModelSpec
@@ -37,7 +42,12 @@ class DFlashHead(DraftHead):
         self.tables = HeadTables(s, weights, trunk, model, model_weights, is_raw=True)
         self.context_norm = Norm(s.norm, weights.scope("hidden_norm"), s.hidden_size)
         self.branches = [Branch(b, weights.scope(name), s.hidden_size) for name, b in s.branches()]
+        self.convs = [
+            TokenConv(s.conv, weights.scope(f"{name}.conv"), s.hidden_size) if s.conv else None
+            for name, _ in s.branches()
+        ]
         self.norm = Norm(s.norm, weights.scope("norm"), s.hidden_size)
+        self.choice = make_choice(s, weights, self.tables)
         self._take_rows = weights.bind(take_rows)
         super().__init__([branch.states for branch in self.branches])
 
@@ -49,16 +59,22 @@ class DFlashHead(DraftHead):
             if isinstance(branch.mixer, BlockAttention):
                 branch.mixer.keep(context, batch, store)
 
-    def compute(self, batch: Batch, store: StateStore) -> Tensor:
+    def compute(self, batch: Batch, store: StateStore, rows: BlockRows) -> Tensor:
         """What the head makes of the requested rows of blocks, [L, width].
 
-        `batch`: each row is a sequence; its slot says how many keys a row sees (`BlockAttention`).
+        `batch`: each row is a sequence; its slot says how many keys a row sees (`BlockAttention`). `rows`:
+        which of them are a block.
         """
         batch = replace(batch, step={})
         x, delta = self.tables.embed(batch.token_ids, batch.positions), None
-        for branch in self.branches:
+        for branch, conv in zip(self.branches, self.convs, strict=True):
             x, h = branch.enter(x, delta)
-            x, delta = branch.leave(x, branch(h, batch, store))
+            if conv is None:
+                made = branch(h, batch, store)
+            else:
+                h, taps = conv.enter(h, rows)
+                made = conv.leave(branch(h, batch, store), taps, rows)
+            x, delta = branch.leave(x, made)
         last: Tensor = self._take_rows(self.norm.add(x, delta)[1], batch.logit_rows)
         return last
 

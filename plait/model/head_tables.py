@@ -44,8 +44,11 @@ class HeadTables:
 
     def logits(self, x: Tensor) -> Tensor:
         """x: [L, hidden] -> [L, vocab] float32, -inf of tokens that the head does not know."""
-        logits = self.head(x)
-        return logits if self.columns is None else self._pick(logits, self.columns)
+        return self.spread(self.head(x))
+
+    def spread(self, known: Tensor) -> Tensor:
+        """known: [L, tokens that the head knows] -> [L, vocab], -inf of all others."""
+        return known if self.columns is None else self._pick(known, self.columns)
 
     def _find_embedding(self, own: Weights, trunk: Decoder | None, model_weights: Weights) -> Embedding:
         s, model = self._spec, self._model

@@ -2,48 +2,102 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from plait.errors import CannotRecord
+from plait.model.block_choice import BlockChoice
 from plait.model.dflash import DFlashHead
+from plait.model.token_conv import BlockRows
 from plait.runner.batches.inputs import build_batch
-from plait.runner.host.block_passes import HostBlockPasses, plan_blocks, sample_blocks
+from plait.runner.host.block_passes import BlockForm, HostBlockPasses, plan_blocks, sample_blocks
 from plait.runner.host.mtp import HiddenOnHost
-from plait.runner.host.mtp_passes import Drafts, HiddenRows
-from plait.runner.host.program import HostProgram, StepResults
+from plait.runner.host.mtp_passes import Drafts, HiddenRows, replace_position
+from plait.runner.host.program import Floats, HostProgram, StepResults
 from plait.runner.host.static_batch import Capacity, StaticBatch
 from plait.runner.mtp_passes import HeadRunner, HiddenOnDevice
 from plait.runner.program import NativeExecutor, ViewsOnly, view_as_batch
 from plait.runner.sampler import Sampler
-from plait.schedule.plan import SamplingRow, StepPlan
+from plait.schedule.plan import Sampled, SamplingBatch, SamplingRow, StepPlan
 from plait.state.store import StateStore
+
+Draw = Callable[[Tensor, SamplingBatch], list[Sampled]]
 
 
 class EagerBlockPasses:
-    """Op by op, on any device. `most`: see `HeadPasses`."""
+    """Op by op, on any device."""
 
     ahead = 1
 
     def __init__(
-        self, head: DFlashHead, store: StateStore, sampler: Sampler, device: torch.device, most: int
+        self, head: DFlashHead, store: StateStore, sampler: Sampler, device: torch.device, form: BlockForm
     ) -> None:
-        self.most, self._head, self._store, self._sampler, self._device = most, head, store, sampler, device
+        self._head, self._store, self._sampler, self._device = head, store, sampler, device
+        self._form, self.most = form, form.most
 
     @torch.inference_mode()
     def run(
         self, plan: StepPlan, rows: Sequence[HiddenRows], sampling: Sequence[SamplingRow], length: int
     ) -> Drafts:
         """See `HeadPasses`."""
-        head, store = self._head, self._store
+        head, store, form = self._head, self._store, self._form
         batch = build_batch(plan, head.groups, store.block_size, self._device)
         head.keep(batch, store, torch.cat([torch.as_tensor(row) for row in rows]))
-        blocks = plan_blocks(plan, length, head.spec.mask_token)
-        batch = build_batch(blocks, head.groups, store.block_size, self._device)
-        logits = head.logits(head.compute(batch, store))
-        answers = self._sampler.sample(logits, sample_blocks(sampling, length))
-        return [answer.token_ids for answer in answers]
+        batch = build_batch(plan_blocks(plan, length, form), head.groups, store.block_size, self._device)
+        size = form.count_rows(length)
+        starts = torch.arange(0, (len(rows) + 1) * size, size, device=self._device)
+        last = head.compute(batch, store, BlockRows.of(starts))
+        logits, draw = head.logits(last), self._sampler.sample
+        if head.choice:
+            return choose_in_turn(head.choice, (logits, last), plan, sampling, draw)
+        return [answer.token_ids for answer in draw(logits, sample_blocks(sampling, length))]
+
+
+class ChosenBlockPasses(HostBlockPasses):
+    """Recorded passes of a head that chooses each token knowing the one before it.
+
+    `rows`: which of a pass are a block, as `blocks` reads it. Not of a startup image: it draws with torch.
+    """
+
+    def __init__(self, *parts: object, choice: BlockChoice, rows: BlockRows) -> None:
+        super().__init__(*parts)  # type: ignore[arg-type]
+        self._choice, self._starts = choice, rows.starts.numpy()
+
+    def _compute(self, plan: StepPlan, length: int) -> Floats:
+        count, size = len(plan.chunks), self.form.count_rows(length)
+        self._starts[:] = count * size
+        self._starts[: count + 1] = range(0, (count + 1) * size, size)
+        return super()._compute(plan, length)
+
+    @torch.inference_mode()
+    def _draw(self, logits: Floats, plan: StepPlan, sampling: Sequence[SamplingRow], length: int) -> Drafts:
+        def draw(rows: Tensor, batch: SamplingBatch) -> list[Sampled]:
+            return self._sampler.sample(rows.numpy(), batch)
+
+        parts = torch.from_numpy(logits), torch.from_numpy(self.blocks.results.hidden[: len(logits)])
+        return choose_in_turn(self._choice, parts, plan, sampling, draw)
+
+
+def choose_in_turn(
+    choice: BlockChoice,
+    parts: tuple[Tensor, Tensor],
+    plan: StepPlan,
+    sampling: Sequence[SamplingRow],
+    draw: Draw,
+) -> Drafts:
+    """A draft for each chunk of a plan, token by token. parts: logits, and what they were made of, of all
+    places, those of a chunk one behind the other."""
+    logits, last = (part.unflatten(0, (len(plan.chunks), -1)) for part in parts)
+    tokens, steps = [chunk.token_ids[-1] for chunk in plan.chunks], list[list[int]]()
+    for i in range(logits.shape[1]):
+        previous = torch.tensor(tokens, device=logits.device)
+        rows = choice.adjust(logits[:, i], last[:, i].contiguous(), previous)
+        answers = draw(rows, SamplingBatch(tuple(replace_position(row, i) for row in sampling)))
+        tokens = [answer.token_ids[0] for answer in answers]
+        steps.append(tokens)
+    return [*zip(*steps, strict=True)]
 
 
 def record_block_passes(
@@ -52,32 +106,33 @@ def record_block_passes(
     sampler: Sampler,
     threads: NativeExecutor,
     capacity: Capacity,
-    most: int,
+    form: BlockForm,
 ) -> tuple[HostBlockPasses, int]:
     """A head's passes as native programs, and their launches. Raises CannotRecord.
 
-    capacity: of a pass over what is known; most: tokens of a draft.
+    capacity: of a pass over what is known.
     """
     known = StaticBatch(capacity, head.groups, store.block_size)
     before = torch.zeros(capacity.tokens, head.width)
     with threads.record(capacity.tokens, capacity.logits) as keeping, ViewsOnly():
         head.keep(view_as_batch(known, head.groups), store, before)
     keeper = HostProgram(threads, keeping, known, StepResults(before.numpy(), before.numpy(), None))
-    rows = capacity.seqs * (1 + most)
-    blocks = StaticBatch(
-        Capacity(rows, capacity.seqs * most, rows, capacity.blocks), head.groups, store.block_size
-    )
-    largest = sampler.plain_largest
-    with threads.record(rows, capacity.seqs * most) as drafting, ViewsOnly():
-        last = head.compute(view_as_batch(blocks, head.groups), store)
-        logits = head.logits(last)
-        found = largest(logits) if largest else None
+    tokens, logits = capacity.seqs * form.count_rows(form.most), capacity.seqs * form.most
+    logits += logits == tokens  # a recording distinguishes tokens and rows of logits by their number
+    blocks = StaticBatch(Capacity(tokens, logits, tokens, capacity.blocks), head.groups, store.block_size)
+    rows, largest = BlockRows.of(torch.zeros(tokens + 1, dtype=torch.int64)), sampler.plain_largest
+    with threads.record(tokens, logits) as drafting, ViewsOnly():
+        last = head.compute(view_as_batch(blocks, head.groups), store, rows)
+        made = head.logits(last)
+        found = largest(made) if largest and not head.choice else None
     likeliest = (found[0].numpy(), found[1].numpy()) if found else None
-    drafter = HostProgram(threads, drafting, blocks, StepResults(last.numpy(), logits.numpy(), likeliest))
+    drafter = HostProgram(threads, drafting, blocks, StepResults(last.numpy(), made.numpy(), likeliest))
     assert store.host is not None
-    own = keeper, before.numpy(), store.host, drafter
-    passes = HostBlockPasses(*own, sampler.host, head.spec.mask_token)
-    return passes, len(keeping.names) + len(drafting.names)
+    parts = keeper, before.numpy(), store.host, drafter, sampler.host, form
+    launches = len(keeping.names) + len(drafting.names)
+    if head.choice:
+        return ChosenBlockPasses(*parts, choice=head.choice, rows=rows), launches
+    return HostBlockPasses(*parts), launches
 
 
 def make_block_passes(
@@ -91,15 +146,16 @@ def make_block_passes(
 ) -> HeadRunner:
     """Recorded where there are native kernels for all of it. target: the device, and the model's dtype.
 
-    most: tokens of a draft.
+    most: tokens of a draft, if the head makes as many.
     """
     (device, dtype), why = target, "there is no executor of native kernels"
+    form = BlockForm(min(most, head.spec.most), head.spec.mask_token, head.spec.from_last)
     if threads is not None:
         try:
-            passes, launches = record_block_passes(head, store, sampler, threads, capacity, most)
+            passes, launches = record_block_passes(head, store, sampler, threads, capacity, form)
             kind = f"{launches} launches, two calls"
             return HeadRunner(passes, HiddenOnHost(capacity.seqs, head.width), kind)
         except CannotRecord as error:
             why = str(error)
     kept = HiddenOnDevice(capacity.seqs, head.width, dtype, device)
-    return HeadRunner(EagerBlockPasses(head, store, sampler, device, most), kept, f"op by op: {why}")
+    return HeadRunner(EagerBlockPasses(head, store, sampler, device, form), kept, f"op by op: {why}")

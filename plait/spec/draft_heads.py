@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from plait.spec.model import ModelSpec
 
+TokenId = int  # from 0, so it is no size
+
 
 @dataclass(frozen=True, slots=True)
 class DraftHeadSpec(ModelSpec):
@@ -56,19 +58,48 @@ class EagleSpec(ReadingSpec):
 
 
 @dataclass(frozen=True, slots=True)
+class BlockConvSpec:
+    """Convolutions over the rows of a block, around each part of a layer: `kernel` taps, of which `group`
+    channels share what a token makes (DFlash2)."""
+
+    kernel: int
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class SelectorSpec:
+    """What chooses among the `top` likeliest tokens by the one before: `rank` numbers of each (DFlash2)."""
+
+    rank: int
+    top: int
+
+
+@dataclass(frozen=True, slots=True)
 class DFlashSpec(ReadingSpec):
     """DFlash (Chen et al. 2026): see `model.dflash`. Its layers attend as `BlockAttentionSpec` says.
 
-    `block_size`: the last token and the draft, at most. `mask_token`: what stands for a token of the draft.
+    `block_size`: rows of a block, at most. `mask_token`: what stands for a token of the draft. `from_last`:
+    the row of the last token gives the first token of a draft, and each mask the one behind it. Of DSpark:
+    `markov_rank`, of what a token adds to the logits behind it. Of DFlash2: `conv` and `selector`.
     """
 
     block_size: int = 16
-    mask_token: int = 0
+    mask_token: TokenId = 0
+    from_last: bool = False
+    markov_rank: int | None = None
+    conv: BlockConvSpec | None = None
+    selector: SelectorSpec | None = None
 
     @property
     def title(self) -> str:
         """See `DraftHeadSpec`."""
-        return "a head of DFlash"
+        kind = "DSpark" if self.markov_rank else "DFlash2" if self.selector else "DFlash"
+        return f"a head of {kind}"
+
+    @property
+    def most(self) -> int:
+        """Tokens of a draft, at most."""
+        return self.block_size - (not self.from_last)
 
 
 @dataclass(frozen=True, slots=True)

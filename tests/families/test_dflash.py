@@ -11,15 +11,17 @@ from torch import Tensor
 
 from plait.checkpoint.weights import Target, Weights
 from plait.errors import ConfigError, PlaitError, ShapeMismatch, UnsupportedModel
-from plait.families.dflash import find_prefix, is_dflash_gguf, resolve_dflash, resolve_dflash_gguf
+from plait.families.dflash import is_dflash_gguf, resolve_dflash, resolve_dflash_gguf
+from plait.families.dflash_names import find_prefix
 from plait.families.eagle import find_first_layer
 from plait.families.resolve import resolve
 from plait.memory import BlockGroup, block_groups
 from plait.model.dflash import DFlashHead
 from plait.model.eagle import ObservedDecoder, StateReader, row_size, take_observed
 from plait.model.layers.layers import Batch
+from plait.model.token_conv import BlockRows
 from plait.runner.batches.inputs import build_batch
-from plait.runner.host.block_passes import plan_blocks
+from plait.runner.host.block_passes import BlockForm, plan_blocks
 from plait.schedule.plan import Chunk, StepPlan
 from plait.spec.draft_heads import DFlashSpec
 from plait.state.store import StateStore
@@ -74,9 +76,9 @@ def build_head(oracle: DFlashOracle, **changes: object) -> DFlashHead:
     return build(oracle, *describe(oracle, **changes))[1]
 
 
-@pytest.fixture(scope="module", params=[*LAYOUTS, *(f"{name} in GGUF" for name in LAYOUTS)])
+@pytest.fixture(scope="module", params=[*LAYOUTS, *(f"{name} as GGUF" for name in LAYOUTS)])
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    name, _, file = request.param.partition(" in ")
+    name, _, file = request.param.partition(" as ")
     oracle = DFlashOracle(name, tmp_path_factory.mktemp(name))
     return oracle, *build(oracle, *(describe_gguf(oracle) if file else describe(oracle)))
 
@@ -115,15 +117,28 @@ def test_head_drafts_as_the_reference_does(made: Made) -> None:
     oracle, _, head = made
     ids, session = some_ids(15, 3), Session(head, head.groups)
     g = oracle.observe(ids)
+    form = BlockForm(head.spec.most, head.spec.mask_token, head.spec.from_last)
     for start, end, length in ((0, 6, 3), (6, 7, 7), (7, 13, 1), (13, 14, 5)):
         plan = session.plan(start, ids[start + 1 : end + 1])
         head.keep(session.batch(plan), session.store, g[start:end])
-        batch = session.batch(plan_blocks(plan, length, MASK))
-        found = head.logits(head.compute(batch, session.store))
-        wanted = oracle.draft(g[:end], int(ids[end]), length)
-        there = wanted.isfinite()
-        assert torch.equal(found.isfinite(), there)
-        assert worst(found[there], wanted[there]) <= TOLERANCE
+        batch = session.batch(plan_blocks(plan, length, form))
+        rows = BlockRows.of(torch.tensor([0, form.count_rows(length)]))
+        last = head.compute(batch, session.store, rows)
+        found, previous = head.logits(last), int(ids[end])
+        wanted, states = oracle.draft_block(g[:end], previous, length)
+        compare(found, wanted)
+        for i in range(length if head.choice else 0):
+            assert head.choice is not None
+            made = head.choice.adjust(found[i : i + 1], last[i : i + 1], torch.tensor([previous]))
+            expected = oracle.adjust(wanted[i], states[i], previous)
+            compare(made[0], expected)
+            previous = int(expected.argmax())
+
+
+def compare(found: Tensor, wanted: Tensor) -> None:
+    there = wanted.isfinite()
+    assert torch.equal(found.isfinite(), there)
+    assert worst(found[there], wanted[there]) <= TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -136,7 +151,8 @@ def test_head_drafts_as_the_reference_does(made: Made) -> None:
         ({"dflash_config": {"mask_token_id": 9}}, "no target_layer_ids"),
         ({"dflash_config": {"mask_token_id": 9, "target_layer_ids": [1.5]}}, "'1.5' is no number of a layer"),
         ({"projector_type": "domino"}, "projector_type is 'domino'"),
-        ({"sample_from_anchor": True}, "sample_from_anchor is true"),
+        ({"markov_head_type": "gated"}, "markov_head_type is 'gated', which is not implemented"),
+        ({"shift_label": True}, "shift_label is true"),
         ({"attention_value_scale": 0.5}, "attention_value_scale is not 1"),
         ({"use_swa": True}, "swa_window_size is 'None', not a number"),
         ({"is_causal": "no"}, "is_causal is 'no', not true or false"),
@@ -147,18 +163,7 @@ def test_heads_that_cannot_be_are_refused(changes: dict[str, object], message: s
         describe(DFlashOracle("z-lab", tmp_path), **changes)
 
 
-@pytest.mark.parametrize(
-    ("tensor", "title"),
-    [("markov_head.markov_w1.weight", "DSpark"), ("candidate_selector.hidden_projection.weight", "DFlash2")],
-)
-def test_relatives_are_refused_by_name(tensor: str, title: str, tmp_path: Path) -> None:
-    oracle = DFlashOracle("z-lab", tmp_path)
-    oracle.tensors[tensor] = torch.ones(3, 3)
-    with pytest.raises(UnsupportedModel, match=f"it is a head of {title}, which is not implemented"):
-        describe(oracle)
-
-
-@pytest.mark.parametrize("name", ["scales", "speculators"])
+@pytest.mark.parametrize("name", ["scales", "speculators", "DSpark", "DFlash2"])
 def test_no_value_of_a_config_raises_another_error(name: str, tmp_path: Path) -> None:
     oracle = DFlashOracle(name, tmp_path)
     for part in ("transformer_layer_config", "dflash_config", ""):
@@ -172,8 +177,9 @@ def test_no_value_of_a_config_raises_another_error(name: str, tmp_path: Path) ->
                     build_head(oracle, **changes)
 
 
-def test_no_value_of_a_gguf_file_raises_another_error(tmp_path: Path) -> None:
-    metadata, tensors = DFlashOracle("scales", tmp_path).as_gguf()
+@pytest.mark.parametrize("name", ["scales", "DSpark in parts", "DFlash2"])
+def test_no_value_of_a_gguf_file_raises_another_error(name: str, tmp_path: Path) -> None:
+    metadata, tensors = DFlashOracle(name, tmp_path).as_gguf()
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for key in (*metadata, "dflash.rope.scaling.type", "tokenizer.ggml.tokens"):
         for value in VALUES:

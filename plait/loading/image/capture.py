@@ -124,7 +124,7 @@ def capture_step(
         states = {name: s for name, s in head.store.states.items() if isinstance(s, PagedState)}
         blocks = None
         if isinstance(head, HostBlockPasses):
-            blocks = _program(memory, head.blocks), head.mask_token
+            blocks = _program(memory, head.blocks), head.form
         own = HeadPart(_program(memory, head.program), blocks, _result(memory, head.before), states)
         programs += _list_passes(head)
     tables = [word for held in _list_held(programs) for word in _table_words(memory, held)]

@@ -28,6 +28,7 @@ from plait.engine.fingerprint import Fingerprint
 from plait.errors import BadFile
 from plait.kernels.load import is_foreign_file
 from plait.memory import PagedState, SlotState, State
+from plait.runner.host.block_passes import BlockForm
 from plait.typed_values import decode_msgpack
 
 MAGIC = b"plaitim4"
@@ -106,11 +107,11 @@ class ProgramPart(Struct, frozen=True):
 class HeadPart(Struct, frozen=True):
     """A head that drafts: its passes, the hidden states that they read, and its state.
 
-    blocks: the passes of one that drafts a block at once, and the mask that it reads; None: it does not.
+    blocks: the passes of one that drafts a block at once, and what blocks are; None: it does not.
     """
 
     program: ProgramPart
-    blocks: tuple[ProgramPart, int] | None
+    blocks: tuple[ProgramPart, BlockForm] | None
     before: Result
     states: Mapping[str, PagedState]  # in order
 

@@ -129,8 +129,8 @@ class RestoredStep:
         own = self._make(head.program, self._passes[0]), self._view(head.before), store
         if head.blocks is None:
             return HostPasses(*own, sampler)
-        part, mask_token = head.blocks
-        return HostBlockPasses(*own, self._make(part, self._passes[1]), sampler, mask_token)
+        part, form = head.blocks
+        return HostBlockPasses(*own, self._make(part, self._passes[1]), sampler, form)
 
     def _make(self, part: ProgramPart, static: StaticBatch) -> HostProgram:
         table = new_table(part.scratch, part.shared)

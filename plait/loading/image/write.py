@@ -32,6 +32,7 @@ from plait.loading.probe_scorer import open_settled
 from plait.loading.target import make_target
 from plait.memory import PagedState, SlotState
 from plait.ops.registry import list_variants
+from plait.runner.block_passes import ChosenBlockPasses
 from plait.runner.host.block_passes import HostBlockPasses, RecordedPasses
 from plait.runner.host.mtp_passes import HostPasses
 from plait.runner.host.program import ProgramReplay
@@ -136,7 +137,8 @@ def _why_none(built: Built | Loaded) -> str | None:
 
 def _why_no_drafts(built: Built | Loaded) -> str:
     if built.drafter:
-        return "its head for drafts runs op by op"
+        one_by_one = isinstance(built.drafter.passes, ChosenBlockPasses)
+        return f"its head for drafts {'chooses one token after another' if one_by_one else 'runs op by op'}"
     is_head = find_spec(built.draft) is not None
     return "heads that read the model's keys have no image" if is_head else "draft models have no image"
 
@@ -149,6 +151,8 @@ def source_of(built: Built | Loaded, target: Target) -> Opened:
 def _head(built: Built | Loaded) -> RecordedPasses | None:
     """The recorded passes of a model's own head, if that drafts."""
     passes = built.drafter.passes if built.drafter else None
+    if isinstance(passes, ChosenBlockPasses):
+        return None
     return passes if isinstance(passes, HostPasses | HostBlockPasses) else None
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+from msgspec import Struct
 
 from plait.runner.host.mtp_passes import Drafts, HiddenRows, HostPasses
 from plait.runner.host.program import Floats, HostProgram
@@ -17,11 +18,23 @@ from plait.schedule.plan import Chunk, SamplingBatch, SamplingRow, StepPlan
 from plait.state.host_store import HostStore
 
 
+class BlockForm(Struct, frozen=True):
+    """What blocks are made of. `most`: tokens of a draft; `mask_token`: what stands for one; `from_last`: the
+    last token gives the first of a draft, so it needs one mask less."""
+
+    most: int
+    mask_token: int
+    from_last: bool
+
+    def count_rows(self, length: int) -> int:
+        """Rows of a block with so many draft tokens."""
+        return length + (not self.from_last)
+
+
 class HostBlockPasses:
     """`program` stores keys and values of rows in `before`, [most tokens, width]; `blocks` computes blocks.
 
-    `store`: the keys and values; `mask_token`: what stands for each token of a draft. Blocks are made as
-    `plan_blocks` says.
+    `store`: the keys and values; `form`: of blocks.
     """
 
     ahead = 1
@@ -33,12 +46,15 @@ class HostBlockPasses:
         store: HostStore,
         blocks: HostProgram,
         sampler: HostSampler,
-        mask_token: int,
+        form: BlockForm,
     ) -> None:
         self.program, self.before, self.store, self.blocks = program, before, store, blocks
-        self.mask_token, self._sampler = mask_token, sampler
-        rows = blocks.static.capacity
-        self.most = rows.logits // (rows.seqs - rows.logits)  # a block has one row more than a draft
+        self.form, self._sampler = form, sampler
+
+    @property
+    def most(self) -> int:
+        """See `HeadPasses`."""
+        return self.form.most
 
     def run(
         self, plan: StepPlan, rows: Sequence[HiddenRows], sampling: Sequence[SamplingRow], length: int
@@ -49,7 +65,13 @@ class HostBlockPasses:
             self.before[at : at + len(row)] = np.asarray(row)
             at += len(row)
         self.program(plan)
-        logits = self.blocks(plan_blocks(plan, length, self.mask_token))
+        return self._draw(self._compute(plan, length), plan, sampling, length)
+
+    def _compute(self, plan: StepPlan, length: int) -> Floats:
+        """Logits of the draft's places, those of a chunk one behind the other."""
+        return self.blocks(plan_blocks(plan, length, self.form))
+
+    def _draw(self, logits: Floats, plan: StepPlan, sampling: Sequence[SamplingRow], length: int) -> Drafts:
         largest = self.blocks.results.largest
         answers = self._sampler.sample(logits, sample_blocks(sampling, length), largest)
         return [answer.token_ids for answer in answers]
@@ -58,18 +80,18 @@ class HostBlockPasses:
 RecordedPasses = HostPasses | HostBlockPasses
 
 
-def plan_blocks(plan: StepPlan, length: int, mask_token: int) -> StepPlan:
-    """The pass behind that of `plan`: of each chunk its last token, and masks in `length` places behind it.
+def plan_blocks(plan: StepPlan, length: int, form: BlockForm) -> StepPlan:
+    """The pass behind that of `plan`: of each chunk its last token, and masks in the places behind it.
 
     Each row is a chunk, of one token, and the slot of a chunk is the end of its block: so many tokens are
-    there to be seen. Masks get logits.
+    there to be seen. Rows that give a token of the draft get logits.
     """
-    chunks = []
+    chunks, count = [], form.count_rows(length)
     for chunk in plan.chunks:
-        end = chunk.end + length + 1
-        ids = (chunk.token_ids[-1], *(mask_token,) * length)
-        for i, token in enumerate(ids):
-            chunks.append(Chunk(chunk.seq_id, chunk.end + i, (token,), chunk.blocks, end, int(i > 0)))
+        end = chunk.end + count
+        for i, token in enumerate((chunk.token_ids[-1], *(form.mask_token,) * (count - 1))):
+            is_drafted = int(i > 0 or form.from_last)
+            chunks.append(Chunk(chunk.seq_id, chunk.end + i, (token,), chunk.blocks, end, is_drafted))
     return replace(plan, chunks=tuple(chunks))
 
 

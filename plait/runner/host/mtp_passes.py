@@ -29,9 +29,10 @@ class HeadPasses(Protocol):
     `most`: tokens of a draft; `ahead`: positions that it needs behind these.
     """
 
-    most: int
-    ahead: int
-
+    @property
+    def most(self) -> int: ...
+    @property
+    def ahead(self) -> int: ...
     def run(
         self, plan: StepPlan, rows: Sequence[HiddenRows], sampling: Sequence[SamplingRow], length: int
     ) -> Drafts:

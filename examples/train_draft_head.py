@@ -1,6 +1,6 @@
-"""Train a head of EAGLE-3 for a frozen model, on a CPU: what `--speculate HEAD` drafts with.
+"""Train a head of EAGLE-3 or DFlash for a frozen model, on a CPU: what `--speculate HEAD` drafts with.
 
-    python examples/train_eagle_head.py --model MODEL --out my-head --minutes 30
+    python examples/train_draft_head.py --model MODEL --out my-head --minutes 30
     plait serve MODEL --speculate my-head
 
 It needs no text: Plait lets the model write, greedily and by drawing, and the head learns what the model
@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from dflash_head import DFlashHead, DFlashSizes
 from eagle_head import EagleHead, EagleSizes
 from torch import Tensor
 
@@ -40,16 +41,17 @@ from plait.state.store import StateStore
 ROWS = 8  # replies of a step
 AT_ONCE, LENGTH = 64, 192  # replies that are written together, and tokens of each
 HELD_OUT = 32  # replies
-DEPTH = 3  # draft tokens that are trained
+DEPTHS = {"eagle3": 3, "dflash": 7}  # draft tokens that are trained
 EVERY = 4  # of so many positions one is learnt from: the output head costs more than all the rest
 RATE = 1e-3  # of AdamW
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="Train a head of EAGLE-3 on a CPU.")
+    parser = argparse.ArgumentParser(description="Train a head for drafts on a CPU.")
     parser.add_argument("--model", required=True, help="a directory, a file or org/name")
     parser.add_argument("--out", type=Path, required=True, help="directory for the head")
+    parser.add_argument("--kind", choices=sorted(DEPTHS), default="eagle3", help="which kind of head")
     parser.add_argument("--minutes", type=float, default=30.0, help="wall-clock budget, a quarter to write")
     parser.add_argument("--prompts", type=Path, help="a text a line, which are messages of a user")
     parser.add_argument("--draft-vocab", type=int, default=8192, help="most tokens that the head can draft")
@@ -167,30 +169,36 @@ def multiplies_rounded() -> bool:
         return False
 
 
-def make_head(teacher: Teacher, rows: Tensor, options: argparse.Namespace) -> EagleHead:
+def make_head(teacher: Teacher, rows: Tensor, options: argparse.Namespace) -> EagleHead | DFlashHead:
     """A head of the model's width, for the tokens that it writes most."""
     spec, counts = teacher.spec, Counter(rows.flatten().tolist())
     most = min(options.draft_vocab, spec.vocab_size)
     known = [token for token, _ in counts.most_common(most)]
     known += [token for token in range(spec.vocab_size) if token not in counts][: most - len(known)]
     head_dim = 64 if spec.hidden_size % 64 == 0 else 2 * (spec.hidden_size // 8)
-    sizes = EagleSizes(
-        hidden_size=spec.hidden_size,
-        vocab_size=spec.vocab_size,
-        heads=max(spec.hidden_size // head_dim, 1),
-        head_dim=head_dim,
-        intermediate_size=spec.hidden_size * 8 // 3 // 32 * 32,
-        max_len=spec.max_len,
-    )
-    return EagleHead(sizes, torch.tensor(sorted(known)))
+    sizes = {
+        "hidden_size": spec.hidden_size,
+        "vocab_size": spec.vocab_size,
+        "heads": max(spec.hidden_size // head_dim, 1),
+        "head_dim": head_dim,
+        "intermediate_size": spec.hidden_size * 8 // 3 // 32 * 32,
+        "max_len": spec.max_len,
+    }
+    tokens = torch.tensor(sorted(known))
+    if options.kind == "eagle3":
+        return EagleHead(EagleSizes(**sizes), tokens)
+    mask = next((token for token in range(spec.vocab_size) if token not in counts), 0)
+    block = {"block_size": 1 + DEPTHS["dflash"], "mask_token": mask, "taps": teacher.decoder.layers}
+    embedding = teacher.embed(torch.tensor([[mask]]))[0, 0].clone()
+    return DFlashHead(DFlashSizes(**sizes, **block), tokens, embedding)
 
 
-def train(options: argparse.Namespace, teacher: Teacher, rows: Tensor, ends: float) -> EagleHead:
+def train(options: argparse.Namespace, teacher: Teacher, rows: Tensor, ends: float) -> EagleHead | DFlashHead:
     """Train a head on replies; prints how often its drafts are what the model goes on with."""
     torch.manual_seed(options.seed)
     parts = [*zip(*teacher.read(rows), strict=True)]
     states, last = (torch.cat(part).clone() for part in parts)
-    head, rng = make_head(teacher, rows, options), random.Random(options.seed)
+    head, rng, depth = make_head(teacher, rows, options), random.Random(options.seed), DEPTHS[options.kind]
     output, bias = (part.clone() for part in teacher.read_output(head.tokens))
     rounds = multiplies_rounded()
     head.begin(output)
@@ -198,8 +206,8 @@ def train(options: argparse.Namespace, teacher: Teacher, rows: Tensor, ends: flo
 
     def measure(chosen: list[int]) -> tuple[Tensor, list[float]]:
         ids, length = rows[chosen], rows.shape[1]
-        places = torch.arange(rng.randrange(EVERY), length - DEPTH - 1, EVERY)
-        behind = places[:, None] + torch.arange(1, DEPTH + 1)
+        places = torch.arange(rng.randrange(EVERY), length - depth - 1, EVERY)
+        behind = places[:, None] + torch.arange(1, depth + 1)
         with torch.autocast("cpu", torch.bfloat16, enabled=rounds):
             expected = last[chosen][:, behind].float() @ output + bias
             return head.losses(teacher.embed(ids).clone(), states[chosen].float(), expected, places)
