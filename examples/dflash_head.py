@@ -94,17 +94,24 @@ class DFlashHead(nn.Module):
         size = self.sizes.hidden_size
         self.fc.weight.mul_(0.1)[:, -size:] += torch.eye(size)
 
-    def losses(
-        self, e: Tensor, states: Tensor, expected: Tensor, places: Tensor
-    ) -> tuple[Tensor, list[float]]:
-        """See `EagleHead.losses`. A block begins behind each of `places`, with the token there."""
-        depth, places = expected.shape[2], places + 1
+    def draft(self, e: Tensor, states: Tensor, places: Tensor, depth: int) -> Tensor:
+        """Logits of the head's tokens, [rows, places, depth, tokens]. A block begins at each of `places`.
+
+        e: embeddings, [rows, time, hidden]; states: of the model's layers, [rows, time, 3 hidden].
+        """
         first = e[:, places, None]
         x = torch.cat([first, self.mask.expand(*first.shape[:2], depth, -1)], 2)
         context = self.hidden_norm(self.fc(states))
         for layer in self.layers:
             x = layer(x, context, places)
-        logits, target = self.lm_head(self.norm(x[:, :, 1:])).float(), expected.float()
+        return self.lm_head(self.norm(x[:, :, 1:]))
+
+    def losses(
+        self, e: Tensor, states: Tensor, expected: Tensor, places: Tensor
+    ) -> tuple[Tensor, list[float]]:
+        """See `EagleHead.losses`. A block begins behind each of `places`, with the token there."""
+        depth, target = expected.shape[2], expected.float()
+        logits = self.draft(e, states, places + 1, depth).float()
         each = -(target.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean((0, 1))
         right = (logits.argmax(-1) == target.argmax(-1)).float().cumprod(-1).mean((0, 1))
         return (each * 0.8 ** torch.arange(depth)).sum(), right.tolist()

@@ -42,7 +42,8 @@ ROWS = 8  # replies of a step
 AT_ONCE, LENGTH = 64, 192  # replies that are written together, and tokens of each
 HELD_OUT = 32  # replies
 DEPTHS = {"eagle3": 3, "dflash": 7}  # draft tokens that are trained
-EVERY = 4  # of so many positions one is learnt from: the output head costs more than all the rest
+# Of so many positions one is learnt from, at every depth: the output head costs more than all the rest.
+EVERY = {"eagle3": 4, "dflash": 16}
 RATE = 1e-3  # of AdamW
 
 
@@ -206,7 +207,7 @@ def train(options: argparse.Namespace, teacher: Teacher, rows: Tensor, ends: flo
 
     def measure(chosen: list[int]) -> tuple[Tensor, list[float]]:
         ids, length = rows[chosen], rows.shape[1]
-        places = torch.arange(rng.randrange(EVERY), length - depth - 1, EVERY)
+        places = torch.arange(rng.randrange(EVERY[options.kind]), length - depth - 1, EVERY[options.kind])
         behind = places[:, None] + torch.arange(1, depth + 1)
         with torch.autocast("cpu", torch.bfloat16, enabled=rounds):
             expected = last[chosen][:, behind].float() @ output + bias

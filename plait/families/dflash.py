@@ -20,8 +20,7 @@ from plait.families.config.checks import blame_config, check_named, check_spec
 from plait.families.config.normalize import FULL, SLIDING, Config, normalize
 from plait.families.detect.detect import Shapes
 from plait.families.dflash_names import TABLE, UNUSED, Found, find_prefix, name_gguf_tensors, name_tensors
-from plait.families.eagle import ARCHITECTURE, check_body, flatten_head, is_set
-from plait.families.eagle import UNUSED as OF_TRAINING
+from plait.families.eagle import ARCHITECTURE, OF_TRAINING, check_body, flatten_head, is_set
 from plait.families.gguf.config import gguf_config
 from plait.families.gguf.names import ROPE_TABLES
 from plait.families.llama import QWEN, dense

@@ -34,7 +34,7 @@ LAYER_CONFIG, EAGLE_CONFIG, TAPS = (
 ARCHITECTURE, GGUF, TABLE = "general.architecture", "eagle3", "token_embd.weight"
 GGUF_KEYS = ("target_layers", "target_hidden_size", "norm_before_residual", "norm_before_fc")
 DEFAULTS = {"norm_eps": 1e-6, "hidden_act": "silu", "max_position_embeddings": 2048}
-UNUSED = (r"(^|\.)t2d$", r"^verifier_(norm|lm_head)\.")  # the way back of d2t; the model's, of training
+OF_TRAINING = (r"(^|\.)t2d$", r"^verifier_(norm|lm_head)\.")  # the way back of d2t; the model's, of training
 BODIES = ("llama", "qwen2", "qwen3", "mistral")  # attention and a gated feed-forward in each layer
 
 
@@ -60,7 +60,7 @@ def resolve_eagle(config: Mapping[str, object] | None, shapes: Shapes) -> Resolv
         spec = _build(c, flat, shapes, prefix, first)
         check_spec(spec)
     why = {key: FILE if key in flat else "from the other keys" for key in c}
-    names = NameMap(_names(prefix, first), ignored=unused_patterns(c, *UNUSED))
+    names = NameMap(_names(prefix, first), ignored=unused_patterns(c, *OF_TRAINING))
     return Resolved(spec, names, c, why, spec.family)
 
 

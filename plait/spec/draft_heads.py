@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from plait.spec.model import ModelSpec
 
-TokenId = int  # from 0, so it is no size
-
 
 @dataclass(frozen=True, slots=True)
 class DraftHeadSpec(ModelSpec):
@@ -84,7 +82,7 @@ class DFlashSpec(ReadingSpec):
     """
 
     block_size: int = 16
-    mask_token: TokenId = 0
+    mask_token: int = 0
     from_last: bool = False
     markov_rank: int | None = None
     conv: BlockConvSpec | None = None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import train_eagle_head
+import train_draft_head
 from eagle_head import EagleHead, EagleSizes
 from safetensors.torch import load_file
 
@@ -27,13 +27,13 @@ SIZES = EagleSizes(hidden_size=32, vocab_size=50, heads=2, head_dim=16, intermed
 def test_a_head_is_trained_for_a_hybrid_and_drafts(
     nano_hybrid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train_eagle_head, "AT_ONCE", 40)
-    monkeypatch.setattr(train_eagle_head, "LENGTH", 24)
+    monkeypatch.setattr(train_draft_head, "AT_ONCE", 40)
+    monkeypatch.setattr(train_draft_head, "LENGTH", 24)
     lines = tmp_path / "prompts.txt"
     lines.write_text("\n".join(f"Tell me of {word}." for word in ("David", "bread", "the sea", "Egypt") * 5))
     arguments = ["--model", str(nano_hybrid), "--out", str(tmp_path / "head"), "--threads", "1"]
     more = ["--draft-vocab", "256", "--replies", "40", "--steps", "2", "--prompts", str(lines)]
-    assert train_eagle_head.main([*arguments, *more]) == 0
+    assert train_draft_head.main([*arguments, *more]) == 0
     tensors = load_file(tmp_path / "head" / "model.safetensors")
     assert all(tensor.isfinite().all() for tensor in tensors.values() if tensor.is_floating_point())
     found, params = [], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)

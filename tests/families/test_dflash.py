@@ -203,6 +203,12 @@ def test_head_of_another_model_is_refused(changes: dict[str, object], message: s
         build_head(DFlashOracle("z-lab", tmp_path), **changes)
 
 
+def test_a_mask_may_be_the_first_token(tmp_path: Path) -> None:
+    oracle = DFlashOracle("z-lab", tmp_path)
+    spec, _ = describe(oracle, dflash_config={**OWN, "mask_token_id": 0})
+    assert spec.mask_token == 0
+
+
 def test_tokens_that_a_vocabulary_has_not_are_refused(tmp_path: Path) -> None:
     oracle = DFlashOracle("speculators", tmp_path)
     oracle.tensors["d2t"] += VOCAB

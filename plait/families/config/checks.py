@@ -190,7 +190,8 @@ def _check_sizes(where: str, part: Any, ropes: Ropes) -> None:
         value = getattr(part, f.name)
         # No part of such a key is for positions.
         is_unrotated = f.name == "rope_dim" and value == 0 and part.rope is None
-        if f.name not in ("mimo_rank", "block", "index", "first", "local", "end") and not is_unrotated:
+        counts_from_0 = f.name in ("mimo_rank", "block", "index", "first", "local", "end", "mask_token")
+        if not counts_from_0 and not is_unrotated:
             _check_value(f"{where}: {f.name}", str(f.type), value)
         if isinstance(value, RopeSpec):
             found = value, getattr(part, "head_dim", MAX_HEAD_DIM)
