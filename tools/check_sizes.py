@@ -24,7 +24,7 @@ CAPS = {
     ".": 2_270,
     "bench": 4_250,
     "checkpoint": 5_740,
-    "cli": 6_340,
+    "cli": 6_620,
     "cluster": 3_600,
     "convert": 3_700,
     "engine": 2_670,
