@@ -11,7 +11,7 @@ import click
 from plait.cli.common.doctor_checks import DoctorRequest, Facts, Finding, examine
 from plait.cli.common.format_model import bytes_text
 from plait.cli.common.options import common_options, json_option, to_json
-from plait.cli.info import columns, make_heading
+from plait.cli.model_facts.tables import columns, make_heading
 from plait.config import Isa
 
 BYTES = {

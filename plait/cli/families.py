@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from plait.cli.common.options import common_options, engine_option, json_option, to_json
-from plait.cli.info import columns, make_heading
+from plait.cli.model_facts.tables import columns, make_heading
 
 
 @click.command()

@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,9 @@ from plait.cli.common.options import (
 )
 from plait.cli.common.probe_table import probe_model, probe_rows
 from plait.cli.common.progress import LoadingBar
-from plait.cli.common.rank_facts import rank_facts, rank_lines
+from plait.cli.model_facts.bound_ops import group_bindings, op_lines
+from plait.cli.model_facts.ranks import rank_facts, rank_lines
+from plait.cli.model_facts.tables import Facts, columns, make_heading
 from plait.config import UNPROVEN, EngineConfig
 from plait.errors import ConfigError, OutOfMemory
 from plait.families.common.inside import note_unread
@@ -42,10 +44,8 @@ if TYPE_CHECKING:
     from plait.loading.open_model import Opened
     from plait.memory import State
     from plait.ops.chip import Chip
-    from plait.ops.registry import Binding
 
 
-Facts = dict[str, Any]
 LENGTHS = (1024, 8192, 32768, 131072)  # tokens
 USERS = (1, 4, 16, 64)
 
@@ -231,30 +231,6 @@ def kernel_verdict(config: EngineConfig) -> str:
     )
 
 
-def group_bindings(bindings: Iterable[Binding]) -> list[Facts]:
-    """Equal choices together, with the number of their users."""
-    rows: dict[tuple[Any, ...], int] = {}
-    for b in bindings:
-        key = (b.op, b.variant, b.skipped, b.replaces)
-        rows[key] = rows.get(key, 0) + 1
-    return [
-        {"op": op, "variant": variant, "users": users, "skipped": dict(skipped), "replaces": list(replaces)}
-        for (op, variant, skipped, replaces), users in sorted(rows.items(), key=lambda row: row[0][:2])
-    ]
-
-
-def make_heading(text: str) -> str:
-    return click.style(text, bold=True) if sys.stdout.isatty() else text
-
-
-def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of text, every column but the last as wide as it must be."""
-    if not rows:
-        return []
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-    return ["  " + "  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows]
-
-
 def text_lines(facts: Facts) -> list[str]:
     """The facts for a reader in a terminal."""
     spec = facts["spec"]
@@ -330,18 +306,6 @@ def shorten(value: object, limit: int = 28) -> str:
     if len(text) <= limit:
         return text
     return f"[… {len(value)} values]" if isinstance(value, list) else text[: limit - 1] + "…"
-
-
-def op_lines(rows: Iterable[Facts]) -> list[str]:
-    """One line for each choice; variants that are for another device go without saying."""
-    table = []
-    for row in rows:
-        reasons = {name: why for name, why in row["skipped"].items() if not why.startswith("runs on ")}
-        notes = [f"fuses {', '.join(row['replaces'])}"] if row["replaces"] else []
-        notes += [f"not {name}: {reason}" for name, reason in reasons.items()]
-        why = "; ".join(notes) or "nothing faster is there"
-        table.append((row["op"], row["variant"], f"× {row['users']}", why))
-    return columns(table)
 
 
 def fit_facts(opened: Opened, states: Mapping[str, State], dtype: str, config: EngineConfig) -> Facts:

@@ -26,7 +26,7 @@ from plait.cli.common.options import (
 from plait.cli.common.progress import LoadingBar, Status
 from plait.cli.common.unread_flags import name_head, refuse_in_verify
 from plait.cli.common.verify_effects import HAPPENED, NOTHING
-from plait.cli.info import make_heading
+from plait.cli.model_facts.tables import make_heading
 from plait.config import EngineConfig
 from plait.errors import ConfigError
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from plait.cli.info import columns, group_bindings, op_lines, shorten, source_lines, step_lines
+from plait.cli.info import shorten, source_lines, step_lines
+from plait.cli.model_facts.bound_ops import group_bindings, op_lines
+from plait.cli.model_facts.tables import columns
 from plait.ops.registry import Binding
 from tests.families import tiny, tiny_bare
 

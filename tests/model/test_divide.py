@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.weights import Target
-from plait.cli.common.rank_facts import count_exchanges
+from plait.cli.model_facts.ranks import count_exchanges
 from plait.errors import CannotDivide
 from plait.families.common.resolved import Resolved
 from plait.kernels.load import executor, load_kernels

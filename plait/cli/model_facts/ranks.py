@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from plait.cli.common.format_model import bytes_text, index_ranges, layer_groups, layer_text
+from plait.cli.model_facts.tables import Facts
 from plait.memory import PagedState
 from plait.partition import Rank
 from plait.spec.model import ModelSpec
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
     import torch
 
     from plait.loading.open_model import Opened
-
-Facts = dict[str, Any]
 
 
 def rank_facts(opened: Opened, chosen: torch.dtype) -> Facts:
