@@ -78,7 +78,7 @@ class Target:
     cuts: Cuts = field(default_factory=Cuts)  # this rank's part, where ranks share the model
     adapters: AdapterSlots | None = None  # of LoRA, if the model may have some
     ranks: Any = None  # of rank 0: the other ranks (`runner.ranks.group`), if there are any
-    drafts: Target | None = None  # what the model's head for drafts was built for, if it was loaded
+    drafts: Target | None = None  # what its head for drafts, or a draft model, was built for, if any
 
     @property
     def comm(self) -> Comm:

@@ -23,11 +23,11 @@ from plait.loading.draft_heads import check_head, decoder_kind, find_spec, list_
 from plait.loading.identity.fingerprint import fingerprint
 from plait.loading.kernel_trials.trials import try_kernels
 from plait.loading.make_engine import draft_with_head, make_compiler, make_engine, make_front
-from plait.loading.make_runner import make_runner, make_sampler
+from plait.loading.make_runner import bind_step, make_runner, make_sampler
 from plait.loading.measure_memory import check_weights_fit, size_gpu
 from plait.loading.meta.meta_model import check_rounded_state
 from plait.loading.open_model import Opened, Progress, banned_ids, load_decoder, weight_formats
-from plait.loading.packed_cache import list_shelves, shelf_of
+from plait.loading.packed_cache import bind_packed, list_shelves, shelf_of
 from plait.loading.probe_scorer import open_settled
 from plait.loading.target import (
     agreement_of,
@@ -43,7 +43,6 @@ from plait.loading.target import (
 from plait.model.decoder import Decoder
 from plait.model.draft_head import DraftHead
 from plait.ops.chip import Chip
-from plait.ops.registry import Binding
 from plait.ops.rope import rope_notes
 from plait.runner.draft import DraftModel
 from plait.runner.host.assistant import HeadDrafter
@@ -66,7 +65,11 @@ step_log = logging.getLogger("plait.step")
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A model with its engine, before a thread runs it. `drafter`: its head; `draft`: the head's files."""
+    """A model with its engine, before a thread runs it.
+
+    `drafter`: what drafts with its head; `draft`: the files of a head or a draft model; `head`: what was
+    loaded of them, or of the model's own head.
+    """
 
     opened: Opened
     runner: ModelRunner
@@ -77,6 +80,7 @@ class Built:
     disk: DiskCache | None = None
     drafter: MtpDrafter | None = None
     draft: Opened | None = None
+    head: DraftHead | None = None
 
     @property
     def spec(self) -> ModelSpec:
@@ -95,7 +99,7 @@ class Built:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model with a running engine, and what it was built from. `drafter`, `draft`: see `Built`."""
+    """A model with a running engine, and what it was built from. `drafter`, `draft`, `head`: see `Built`."""
 
     opened: Opened
     config: EngineConfig
@@ -105,6 +109,7 @@ class Loaded:
     front: Front
     drafter: MtpDrafter | None = None
     draft: Opened | None = None
+    head: DraftHead | None = None
 
 
 def load(
@@ -128,7 +133,7 @@ def load(
     for guard in guards:
         assert isinstance(front.loop, EngineLoop)
         guard.on_stuck = front.loop.fail
-    parts = built.runner, built.sizing, built.target, front, built.drafter, built.draft
+    parts = built.runner, built.sizing, built.target, front, built.drafter, built.draft, built.head
     return Loaded(built.opened, config, *parts)
 
 
@@ -204,7 +209,7 @@ def _build(
     named = place_adapters(opened, target)
     with out_of_memory(f"loading the weights of {opened.files.name} ({gib(opened.nbytes)})"):
         decoder = load_decoder(opened, target, report, decoder_kind(draft))
-    target.bound.append(_bind_packed(target))
+    target.bound.append(bind_packed(target))
     if target.ranks:
         target.ranks.wait_loaded(agreement_of(opened, target.comm.rank), target.chip)
         target.bound += [target.comm.bind()] if isinstance(target.comm, GroupComm) else []
@@ -212,7 +217,7 @@ def _build(
         adapters = load_adapters(opened, target, named)
     if target.device.type == "cuda":
         report("running the largest steps (the first start compiles kernels)", 0, 1)
-    drafter = _drafter(draft, opened, target, decoder)
+    drafter = load_drafter(draft, opened, target, decoder)
     sizing = _size(opened, decoder, target, drafter)
     vocab_size = decoder.spec.vocab_size
     _check_vocabulary(config.vocab, tokenizer, vocab_size)
@@ -226,9 +231,7 @@ def _build(
     sampler.prepare()
     step_log.info("step: %s", runner.step_kind)
     target.bound.extend(runner.bindings)
-    recorded = Binding("step", "recorded", runner.step_kind, ())
-    op_by_op = Binding("step", "op by op", "", (("recorded", runner.step_kind),))
-    target.bound.append(recorded if runner.is_recorded else op_by_op)
+    target.bound.append(bind_step(runner.step_kind, is_recorded=runner.is_recorded))
     if config.deterministic:
         check_deterministic(target)
     report("ready", 1, 1)  # before there is a thread, because `report` may raise to cancel the loading
@@ -236,7 +239,8 @@ def _build(
     if config.cache_disk is not None:
         disk = open_disk_cache(config, engine, runner.store.host, decoder.states, fingerprint(opened, target))
     made = opened, runner, engine, sizing, target, guides, disk
-    return Built(*made, proposer if isinstance(proposer, MtpDrafter) else None, draft)
+    head = drafter if isinstance(drafter, DraftHead) else None
+    return Built(*made, proposer if isinstance(proposer, MtpDrafter) else None, draft, head)
 
 
 def _open_gpu(opened: Opened, draft: Opened | None, target: Target, report: Progress) -> None:
@@ -250,18 +254,6 @@ def _open_gpu(opened: Opened, draft: Opened | None, target: Target, report: Prog
     open_device(target.device)
     free, own = free_memory(target.device), opened.nbytes // target.comm.rank.size
     check_weights_fit(opened.files.name, own, free, target.chip.name if target.chip else "it")
-
-
-def _bind_packed(target: Target) -> Binding:
-    """Whether packed weights were mapped, as `plait info --ops` shows it."""
-    shelf = target.shelf
-    if shelf is not None and shelf.is_full:
-        log.info(
-            "weights: %d packed linear layers (%s) from %s", shelf.num_found, gib(shelf.nbytes), shelf.path
-        )
-        return Binding("weights", "mapped", str(shelf.path), ())
-    why = "`plait warmup` has kept none for this model and these options"
-    return Binding("weights", "packed while loading", "", (("mapped", why),))
 
 
 def engine_over(
@@ -328,7 +320,7 @@ def draft_headers(opened: Opened, tokenizer: Tokenizer | None) -> Opened | None:
     return draft
 
 
-def _drafter(
+def load_drafter(
     draft: Opened | None, opened: Opened, target: Target, decoder: Decoder
 ) -> Opened | DraftHead | None:
     """What drafts with a state of its own: a draft model, not loaded yet, or a head."""

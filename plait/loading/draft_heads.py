@@ -93,14 +93,21 @@ def load_draft_head(
 
 def list_head_ops(draft: Opened, spec: DraftHeadSpec, opened: Opened) -> dict[str, set[str]]:
     """The names of the ops that a head binds, each with its kinds, as `list_ops` gives a model's."""
-    model, dry = opened.resolved, meta_target(spec)
+    return outline_head(draft, spec, opened, meta_target(spec))[1]
+
+
+def outline_head(
+    draft: Opened, spec: DraftHeadSpec, opened: Opened, dry: Target
+) -> tuple[DraftHead, dict[str, set[str]]]:
+    """A head of shapes alone, built for `dry`, and `list_head_ops` of it."""
+    model = opened.resolved
     weights = NotedOps(Outline(draft.checkpoint), draft.resolved.names, dry)
     lent = NotedOps(Outline(opened.checkpoint), model.names, meta_target(model.spec))
     with ShapesOnly():
         if isinstance(spec, ReadingSpec) and spec.list_taps(0):
             StateReader(spec, weights, model.spec)
-        _build(spec, weights, None, model.spec, lent)
-    return lent.noted | weights.noted
+        head = _build(spec, weights, None, model.spec, lent)
+    return head, lent.noted | weights.noted
 
 
 def _build(

@@ -20,7 +20,7 @@ from plait.errors import ConfigError, PlaitError
 from plait.loading.draft_heads import make_head_target
 from plait.loading.kernel_trials.plan import OpKinds
 from plait.loading.kernel_trials.trials import try_kernels
-from plait.loading.make_runner import make_sampler
+from plait.loading.make_runner import bind_step, make_sampler
 from plait.loading.meta.meta_model import list_ops
 from plait.loading.open_model import (
     Opened,
@@ -44,10 +44,11 @@ from plait.quant.weight import Dense, as_weight
 from plait.runner.block_passes import make_block_passes
 from plait.runner.draft import DraftModel
 from plait.runner.host.assistant import MOST_SEEN, AssistantDrafter, HeadDrafter
+from plait.runner.host.block_passes import HostBlockPasses
 from plait.runner.host.mtp import MOST_KEPT, KeptRows, MtpDrafter
-from plait.runner.host.mtp_passes import HeadPasses
+from plait.runner.host.mtp_passes import HeadPasses, HostPasses
 from plait.runner.host.static_batch import Capacity
-from plait.runner.mtp_passes import make_passes
+from plait.runner.mtp_passes import HeadRunner, make_passes
 from plait.runner.runner import ModelRunner
 from plait.runner.sampler import Sampler
 from plait.spec.draft_heads import DraftHeadSpec
@@ -77,13 +78,7 @@ def load_draft(
     """
     spec = opened.resolved.spec
     longest = min(max_model_len, spec.max_len)
-    own = _draft_target(opened, config, target, longest)
-    own.chip = try_draft_kernels(opened, config, target, report)
-    own.kv_dtype = kv_dtype(config, stored_dtypes(opened), own.dtype)
-    # A draft is checked anyway, and not every mixer can keep its state in 8 bits.
-    own.state_dtype = "float32" if target.state_dtype == "int8" else target.state_dtype
-    with out_of_memory(f"loading the weights of the draft model {opened.files.name} ({gib(opened.nbytes)})"):
-        decoder = load_decoder(opened, own, report)
+    decoder, own = load_draft_decoder(opened, config, target, report, longest)
     if not any(isinstance(state, PagedState) for state in decoder.states.values()):
         longest = max_model_len  # recurrent state has no longest sequence
     memory = plan_places(decoder.states, config, name_of(own.dtype), free_memory(own.device), longest)
@@ -96,8 +91,27 @@ def load_draft(
     steps = target.graphs or own.executor
     runner = ModelRunner(decoder, store, sampler, own.device, executor=steps, capacity=capacity)
     step_log.info("step of the draft model: %s", runner.step_kind)
+    own.bound += [*sampler.bindings, *runner.bindings]
+    own.bound.append(bind_step(runner.step_kind, is_recorded=runner.is_recorded))
     log.info("draft model: %s, %s with its state", opened.files.name, gib(own.weights_nbytes + store.nbytes))
     return DraftModel(runner, memory)
+
+
+def load_draft_decoder(
+    opened: Opened, config: EngineConfig, target: Target, report: Progress, longest: int = 1
+) -> tuple[Decoder, Target]:
+    """The weights of a draft model, and what they are built for: `target.drafts` from now on.
+
+    `longest`: tokens of a sequence. Raises CheckpointError, OutOfMemory.
+    """
+    own = _draft_target(opened, config, target, longest)
+    own.chip = try_draft_kernels(opened, config, target, report)
+    own.kv_dtype = kv_dtype(config, stored_dtypes(opened), own.dtype)
+    # A draft is checked anyway, and not every mixer can keep its state in 8 bits.
+    own.state_dtype = "float32" if target.state_dtype == "int8" else target.state_dtype
+    target.drafts = own
+    with out_of_memory(f"loading the weights of the draft model {opened.files.name} ({gib(opened.nbytes)})"):
+        return load_decoder(opened, own, report), own
 
 
 def try_draft_kernels(
@@ -232,7 +246,7 @@ def make_drafter(
         else:
             assert isinstance(head, ChainHead)
             made = make_passes(head, store, sampler, where, threads, capacity)
-    step_log.info("step of the head for drafts: %s", made.kind)
+    _show_passes(made, target)
     return MtpDrafter(made.passes, memory, made.kept)
 
 
@@ -249,11 +263,19 @@ def make_head_drafter(
         threads, where = None if target.graphs else target.executor, (target.device, target.dtype)
         with out_of_memory(f"allocating memory for drafts of {seqs} sequences"):
             made = make_passes(head, store, sampler, where, threads, capacity, MOST_SEEN)
-        step_log.info("step of the head for drafts: %s", made.kind)
+        _show_passes(made, target)
         return made.passes, made.kept
 
     seqs = config.max_num_seqs
     return AssistantDrafter(seqs, make)
+
+
+def _show_passes(made: HeadRunner, target: Target) -> None:
+    """Log how a head runs, and have `plait info --ops` show it."""
+    step_log.info("step of the head for drafts: %s", made.kind)
+    if target.drafts is not None:
+        is_recorded = isinstance(made.passes, HostPasses | HostBlockPasses)
+        target.drafts.bound.append(bind_step(made.kind, is_recorded=is_recorded))
 
 
 def name_of(dtype: torch.dtype) -> str:

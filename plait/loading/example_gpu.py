@@ -15,7 +15,10 @@ import torch
 from plait.checkpoint.weights import Target
 from plait.config import EngineConfig
 from plait.loading.adapters.place import load_adapters, place_adapters
-from plait.loading.open_model import Progress, load_decoder, open_model
+from plait.loading.build import draft_headers, load_drafter
+from plait.loading.draft_heads import decoder_kind
+from plait.loading.draft_model import load_draft_decoder
+from plait.loading.open_model import Opened, Progress, load_decoder, open_model
 from plait.loading.target import make_target
 from plait.memory import block_groups, has_slots
 from plait.model.decoder import Decoder
@@ -36,6 +39,7 @@ class ExampleStep:
 
     `launches`: how often each kernel or operator runs. `faults`: what prevents the capture of the step as one
     graph, with the number of times. Both are empty, and `no_step` says why, of a model without such a step.
+    `drafts`: what was bound for what drafts, if anything does.
     """
 
     chip: Chip
@@ -44,6 +48,7 @@ class ExampleStep:
     faults: Mapping[str, int]
     num_seqs: int = SEQS
     no_step: str | None = None
+    drafts: Target | None = None
 
 
 def try_example(model: str, config: EngineConfig, chip: Chip, report: Progress) -> ExampleStep:
@@ -51,16 +56,19 @@ def try_example(model: str, config: EngineConfig, chip: Chip, report: Progress) 
     opened = open_model(model, config)
     target = make_target(opened, torch.device("cpu"), chip)
     named = place_adapters(opened, target)
-    decoder = load_decoder(opened, target, report)
+    draft = draft_headers(opened, opened.tokenizer())
+    decoder = load_decoder(opened, target, report, decoder_kind(draft))
     load_adapters(opened, target, named)
+    if isinstance(files := load_drafter(draft, opened, target, decoder), Opened):
+        load_draft_decoder(files, config, target, report)
     facts = OpFacts("cuda", torch.float32, {"vocab_size": decoder.spec.vocab_size}, chip=chip)
     bound = (*target.bound, *(op.bind(facts, "sampler", config.ops)[1] for op in (largest, sample)))
     if not decoder.spec.causal:
         why = "this model computes a whole sequence in every step"
-        return ExampleStep(chip, bound, {}, {}, no_step=why)
+        return ExampleStep(chip, bound, {}, {}, no_step=why, drafts=target.drafts)
     report("capturing a step", 0, 1)
     launches, faults = count_launches(decoder, target)
-    return ExampleStep(chip, bound, launches, faults)
+    return ExampleStep(chip, bound, launches, faults, drafts=target.drafts)
 
 
 def count_launches(decoder: Decoder, target: Target) -> tuple[Counter[str], Counter[str]]:

@@ -9,6 +9,7 @@ from plait.checkpoint.weights import Target
 from plait.config import EngineConfig
 from plait.kernels.load import row_functions, sampling_kernels
 from plait.model.decoder import Decoder
+from plait.ops.registry import Binding
 from plait.runner.host.sampler import RowOps
 from plait.runner.host.static_batch import Capacity
 from plait.runner.replay import Observe
@@ -32,6 +33,13 @@ def make_sampler(target: Target, vocab_size: int, banned: Iterable[int]) -> Samp
         chip=target.chip,
         native_rows=native_rows if target.executor else None,
     )
+
+
+def bind_step(kind: str, *, is_recorded: bool) -> Binding:
+    """How steps run, in words, as a row of `plait info --ops`: recorded, or op by op and why."""
+    if is_recorded:
+        return Binding("step", "recorded", kind, ())
+    return Binding("step", "op by op", "", (("recorded", kind),))
 
 
 class StateSizes(Protocol):

@@ -31,6 +31,7 @@ from plait.engine.memory_plan import gib
 from plait.kernels.load import describe_target
 from plait.loading.identity.source_code import hash_code
 from plait.loading.open_model import Opened
+from plait.ops.registry import Binding
 
 log = logging.getLogger("plait")
 RESERVE_NBYTES = 1 << 30  # of the disk, which stay free
@@ -98,6 +99,18 @@ def list_shelves(target: Target) -> list[tuple[Shelf, Target]]:
     """What was packed, and what for: a model's weights, and those of its head for drafts."""
     targets = [target, target.drafts] if target.drafts else [target]
     return [(one.shelf, one) for one in targets if one.shelf is not None]
+
+
+def bind_packed(target: Target) -> Binding:
+    """Whether packed weights were mapped, as a row of `plait info --ops`."""
+    shelf = target.shelf
+    if shelf is not None and shelf.is_full:
+        log.info(
+            "weights: %d packed linear layers (%s) from %s", shelf.num_found, gib(shelf.nbytes), shelf.path
+        )
+        return Binding("weights", "mapped", str(shelf.path), ())
+    why = "`plait warmup` has kept none for this model and these options"
+    return Binding("weights", "packed while loading", "", (("mapped", why),))
 
 
 def _digest(raw: bytes) -> str:

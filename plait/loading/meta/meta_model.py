@@ -128,6 +128,18 @@ def list_ops(resolved: Resolved, checkpoint: Checkpoint) -> dict[str, set[str]]:
     return weights.noted
 
 
+def outline_mtp(resolved: Resolved, checkpoint: Checkpoint, dry: Target) -> tuple[MtpHead, list[str]]:
+    """A model's head for multi-token prediction, of shapes alone, and the names of its own tensors.
+
+    `dry`: what it is built for. Raises MissingTensor.
+    """
+    weights, read = Weights(Outline(checkpoint), resolved.names, dry), dict[str, None]()
+    with ShapesOnly():
+        trunk = Decoder(resolved.spec, weights)
+        dry.on_read = lambda name, _: read.setdefault(name)
+        return MtpHead(resolved.spec, weights, trunk), [*read]
+
+
 def _build(spec: ModelSpec, weights: Weights) -> Decoder:
     with ShapesOnly():
         return Decoder(spec, weights)
