@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from plait.config import EngineConfig
 from plait.errors import ConfigError
 from plait.loading.build import Loaded
-from plait.loading.draft_heads import find_spec, load_draft_head
+from plait.loading.draft_heads import find_spec
 from plait.loading.draft_model import find_head, load_draft, make_head_drafter
 from plait.loading.open_model import Opened
 from plait.memory import has_slots
@@ -20,7 +20,7 @@ from plait.verify.matrix import Cell, CheapRows, KnownReplies
 
 @dataclass(frozen=True, slots=True)
 class DraftParts:
-    """What may draft for a model: its own head, another model, or prompts with their plain replies."""
+    """What may draft for a model: a head, another model, or prompts with their plain replies."""
 
     head: DraftHead | None
     model: Opened | None
@@ -28,16 +28,21 @@ class DraftParts:
 
 
 def find_loaded_head(loaded: Loaded) -> DraftHead | None:
-    """A head in files of its own that a model was loaded with, else the model's own; None: it has none.
+    """The head that a model was loaded with, else the model's own, loaded now; None: it has none.
 
     Raises ConfigError where what should be a head is a model.
     """
-    opened, target, decoder = loaded.opened, loaded.target, loaded.runner.decoder
-    if loaded.draft is None:
-        return find_head(opened, target, decoder)
-    if (spec := find_spec(loaded.draft)) is None:
+    if loaded.head is not None:
+        return loaded.head
+    if loaded.draft is not None:
         raise ConfigError(f"--head: {loaded.draft.files.name} is a model, not a head")
-    return load_draft_head(loaded.draft, spec, opened, target, decoder)
+    return find_head(loaded.opened, loaded.target, loaded.runner.decoder)
+
+
+def name_head(loaded: Loaded) -> str:
+    """What `find_loaded_head` finds, in the names of cells."""
+    spec = find_spec(loaded.draft)
+    return "its own head" if spec is None else spec.title
 
 
 def make_proposer(

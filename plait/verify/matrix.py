@@ -35,7 +35,7 @@ class Cell:
     conversation, 2 its second. `only`: that many shortest prompts. `spared`: memory for the longest sequence
     and for no more than so many blocks in addition. `swaps`: moving memory counts as cheap, so that preempted
     sequences are swapped and not computed again. `fails`: some steps fail after they ran. `drafts`: the
-    proposer of drafts: prompt lookup, the model's own head, a draft model, or one with the plain replies,
+    proposer of drafts: prompt lookup, a head, a draft model, or one with the plain replies,
     which is often right and often wrong.
     `unseen`: replies are not streamed, so that steps may share a plan. `tokens_only`: without
     log-probabilities, so that a step may be launched before the last one's tokens are known.
@@ -84,11 +84,11 @@ def cells(
     causal: bool = True,
     follows: bool = True,
     ahead: bool = False,
-    mtp: bool = False,
+    head: str | None = None,
 ) -> Iterator[Cell]:
     """The matrix for batches of up to `batch`. `follows`: whether several decode steps can share a plan;
-    `ahead`: whether a step can be launched before the last one's tokens are known; `mtp`: whether the model
-    has a head for multi-token prediction.
+    `ahead`: whether a step can be launched before the last one's tokens are known; `head`: what is called the
+    head that drafts, the model's own or one in files of its own, if there is one.
 
     A model that is not causal computes a sequence in one chunk and caches nothing: only batches are left.
     """
@@ -101,8 +101,8 @@ def cells(
     yield from _prefix_cache_cells(batch, block_size)
     yield from _eviction_cells(batch, block_size)
     yield from _draft_cells(batch, block_size)
-    if mtp:
-        yield from _mtp_cells(batch, block_size)
+    if head:
+        yield from _head_cells(head, batch, block_size)
     if follows:
         yield Cell("several steps at once", unseen=True, proof="steps_ahead")
         together = {"max_num_seqs": batch, "prefix_cache": True}
@@ -203,15 +203,15 @@ def _draft_cells(batch: int, block_size: int) -> Iterator[Cell]:
     yield Cell("prompt lookup, with a prefix cache", keeps, (1, 2), drafts="ngram", proof="drafted")
 
 
-def _mtp_cells(batch: int, block_size: int) -> Iterator[Cell]:
-    """Cells in which the model's own head drafts, wherever it can."""
-    yield Cell("its own head, alone", drafts="mtp", proof="drafted")
+def _head_cells(head: str, batch: int, block_size: int) -> Iterator[Cell]:
+    """Cells in which a head of that name drafts, wherever it can."""
+    yield Cell(f"{head}, alone", drafts="mtp", proof="drafted")
     together = {"max_num_seqs": batch}
     keeps = together | {"prefix_cache": True, "snapshot_interval": block_size}
-    name = "its own head, with a prefix cache"
+    name = f"{head}, with a prefix cache"
     yield Cell(name, keeps, (1, 1, 2), drafts="mtp", is_quick=True, proof="drafted")
-    yield Cell("its own head, preempted", together, spared=1, drafts="mtp", proof="preemptions")
-    yield Cell("its own head, steps that fail", keeps, fails=True, drafts="mtp", proof="drafted")
+    yield Cell(f"{head}, preempted", together, spared=1, drafts="mtp", proof="preemptions")
+    yield Cell(f"{head}, steps that fail", keeps, fails=True, drafts="mtp", proof="drafted")
 
 
 def _ahead_cells(batch: int, block_size: int) -> Iterator[Cell]:

@@ -28,7 +28,7 @@ from plait.memory import PagedState, has_slots
 from plait.request import TokenLogprobs
 from plait.schedule.speculate import Proposer
 from plait.verify.cell_run import CellRun, Traced, Waves
-from plait.verify.drafters import DraftParts, find_loaded_head, make_proposer
+from plait.verify.drafters import DraftParts, find_loaded_head, make_proposer, name_head
 from plait.verify.killed import run_killed
 from plait.verify.matrix import PLAIN, Cell, cells, durable_cells, second_load_cells
 from plait.verify.prompts import (
@@ -120,15 +120,16 @@ class Verification:
     @property
     def cells(self) -> list[Cell]:
         decoder = self.loaded.runner.decoder
-        follows = self.loaded.runner.is_recorded and not has_slots(decoder.states)
-        ahead, size = self.loaded.target.graphs is not None, self.loaded.config.block_size
-        kinds = {
-            "causal": decoder.spec.causal,
-            "follows": follows,
-            "ahead": ahead,
-            "mtp": self._head is not None,
-        }
-        found = [*cells(self.batch, size, **kinds), *sampler_cells(self.batch, size, self.asked.values())]
+        size = self.loaded.config.block_size
+        plain = cells(
+            self.batch,
+            size,
+            causal=decoder.spec.causal,
+            follows=self.loaded.runner.is_recorded and not has_slots(decoder.states),
+            ahead=self.loaded.target.graphs is not None,
+            head=None if self._head is None else name_head(self.loaded),
+        )
+        found = [*plain, *sampler_cells(self.batch, size, self.asked.values())]
         has_host = self.loaded.runner.store.host is not None and not self.extent.is_small
         if decoder.spec.causal and has_host:
             found += durable_cells(self.batch, size, has_slots=has_slots(decoder.states))
