@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +14,7 @@ from plait.cli.common.format_model import (
     bytes_text,
     gpu_kernels,
     head_text,
-    index_ranges,
     kernels_text,
-    layer_groups,
-    layer_text,
     plain,
 )
 from plait.cli.common.help import GroupedCommand
@@ -34,6 +29,8 @@ from plait.cli.common.options import (
 from plait.cli.common.probe_table import probe_model, probe_rows
 from plait.cli.common.progress import LoadingBar
 from plait.cli.model_facts.bound_ops import group_bindings, op_lines
+from plait.cli.model_facts.drafts import draft_facts, draft_lines, variant_facts, variant_lines
+from plait.cli.model_facts.parts import layer_facts, layer_lines, tensor_facts, tensors_text
 from plait.cli.model_facts.ranks import rank_facts, rank_lines
 from plait.cli.model_facts.tables import Facts, columns, make_heading
 from plait.config import UNPROVEN, EngineConfig
@@ -44,6 +41,7 @@ if TYPE_CHECKING:
     from plait.loading.open_model import Opened
     from plait.memory import State
     from plait.ops.chip import Chip
+    from plait.text.tokenizers.tokenizer import Tokenizer
 
 
 LENGTHS = (1024, 8192, 32768, 131072)  # tokens
@@ -68,8 +66,7 @@ def info(model: str, as_json: bool, show_ops: bool, probe_text: str | None, **gi
     if show_ops and find_example(config) is not None:
         facts |= example_facts(model, replace(config, probe=False))
     elif show_ops:
-        facts["ops"], chip = load_bindings(model, replace(config, probe=False))
-        facts["kernels"] = gpu_verdict(chip, config) if chip else kernel_verdict(config)
+        facts |= load_bindings(model, replace(config, probe=False))
     lines = [to_json(facts)] if as_json else text_lines(facts)
     sys.stdout.write("\n".join(lines) + "\n")
 
@@ -86,19 +83,20 @@ def model_facts(model: str, config: EngineConfig, probe_text: str | None = None)
         probe_model(model, config, probe_text) if config.probe else (open_model(model, config), None)
     )
     resolved, spec = opened.resolved, opened.resolved.spec
-    chosen = choose_dtype(config.dtype, chip_of(config), linear_dtypes(opened))
+    tokenizer, chip = opened.tokenizer(), chip_of(config)
+    chosen = choose_dtype(config.dtype, chip, linear_dtypes(opened))
     dtype, kept = str(chosen).removeprefix("torch."), kv_dtype(config, stored_dtypes(opened), chosen)
     states = model_states(resolved, opened.checkpoint, kept, config.state_dtype)
+    fit = fit_facts(opened, states, dtype, config)
     return {
         "model": model,
         "family": resolved.family,
-        "fit": fit_facts(opened, states, dtype, config),
+        "fit": fit,
         "checkpoint": checkpoint_facts(opened),
         "spec": plain(spec),
-        "layers": [
-            {"indices": list(indices), "branches": layer_text(layer)} for indices, layer in layer_groups(spec)
-        ],
+        "layers": layer_facts(spec),
         "mtp": head_text(spec.mtp) if spec.mtp and has_mtp(opened) else None,
+        "drafts": draft_facts(opened, tokenizer, chip, fit["context"]),
         "sources": {
             key: {"value": plain(value), "source": resolved.provenance.get(key, "?")}
             for key, value in resolved.config.items()
@@ -108,7 +106,7 @@ def model_facts(model: str, config: EngineConfig, probe_text: str | None = None)
             *note_unread(resolved.names, opened.checkpoint.names()),
             *rope_notes(spec, min(config.max_model_len or spec.max_len, spec.max_len)),
         ],
-        "tokenizer": tokenizer_facts(opened),
+        "tokenizer": tokenizer_facts(tokenizer),
         "memory": {
             **memory_facts(states, dtype, config, spec.max_len),
             "kv_dtype": dtype if kept == "model" else kept,
@@ -120,22 +118,14 @@ def model_facts(model: str, config: EngineConfig, probe_text: str | None = None)
 
 
 def checkpoint_facts(opened: Opened) -> Facts:
-    checkpoint, tensors = opened.checkpoint, opened.tensors
-    formats: Counter[str] = Counter()
-    for name in tensors:
-        formats[checkpoint.format_of(name)] += checkpoint.nbytes(name)
     return {
         "kind": opened.files.kind,
         "files": [str(path) for path in opened.files.weights],
-        "nbytes": opened.nbytes,
-        "formats": dict(formats.most_common()),
-        "tensors": len(tensors),
-        "parameters": sum(math.prod(checkpoint.shape(name)) for name in tensors),
+        **tensor_facts(opened, opened.tensors),
     }
 
 
-def tokenizer_facts(opened: Opened) -> Facts | None:
-    tokenizer = opened.tokenizer()
+def tokenizer_facts(tokenizer: Tokenizer | None) -> Facts | None:
     if tokenizer is None:
         return None
     ends = {i: tokenizer.token_text(i) for i in sorted(tokenizer.eos_token_ids)}
@@ -151,14 +141,19 @@ def memory_facts(states: Mapping[str, State], dtype: str, config: EngineConfig, 
     return {"dtype": dtype, "sequence": [{"tokens": n, "nbytes": nbytes} for n, nbytes in rows]}
 
 
-def load_bindings(model: str, config: EngineConfig) -> tuple[list[Facts], Chip | None]:
-    """Load the model: which variant of each op it bound, and why not a faster one; and its GPU, if any."""
+def load_bindings(model: str, config: EngineConfig) -> Facts:
+    """Load the model: which variant of each op it bound, and what drafts, and why not a faster one."""
     from plait.loading.build import load
 
     with LoadingBar(f"loading {model}") as loading:
         loaded = load(model, config, loading.update)
     try:
-        return group_bindings(loaded.target.bound), loaded.target.chip
+        chip, drafts = loaded.target.chip, loaded.target.drafts
+        return {
+            "ops": group_bindings(loaded.target.bound),
+            "kernels": gpu_verdict(chip, config) if chip else kernel_verdict(config),
+            **({"draft_ops": variant_facts(drafts)} if drafts else {}),
+        }
     finally:
         loaded.front.close()
 
@@ -204,7 +199,8 @@ def example_facts(model: str, config: EngineConfig) -> Facts:
         "no_step": found.no_step,
     }
     kernels = f"what {chip.name} would run: {gpu_kernels()}"
-    return {"ops": group_bindings(found.bindings), "kernels": kernels, "step": step}
+    drafts = {"draft_ops": variant_facts(found.drafts)} if found.drafts else {}
+    return {"ops": group_bindings(found.bindings), "kernels": kernels, "step": step, **drafts}
 
 
 def step_lines(step: Facts) -> list[str]:
@@ -241,7 +237,9 @@ def text_lines(facts: Facts) -> list[str]:
     ]
     lines += ["", make_heading(f"layers ({len(spec['layers'])})")]
     lines += layer_lines(facts["layers"])
-    if head := facts["mtp"]:
+    if drafts := facts["drafts"]:
+        lines += ["", make_heading("drafts (--speculate)"), *draft_lines(drafts)]
+    elif head := facts["mtp"]:
         lines += ["", make_heading("head for multi-token prediction (--speculate mtp)")]
         lines += [f"  {branch}" for branch in head]
     lines += ["", make_heading("values and their sources"), *source_lines(facts["sources"])]
@@ -260,6 +258,8 @@ def text_lines(facts: Facts) -> list[str]:
         lines += ["", make_heading(f"on {count} ranks"), *rank_lines(facts["ranks"])]
     if "ops" in facts:
         lines += ["", make_heading("ops"), *op_lines(facts["ops"]), f"  {facts['kernels']}"]
+    if "draft_ops" in facts:
+        lines += variant_lines(facts["draft_ops"])
     if step := facts.get("step"):
         what = f"a decode step of {step['sequences']} sequences on {step['chip']}"
         lines += ["", make_heading(what), *step_lines(step)]
@@ -275,24 +275,14 @@ def probe_lines(tried: Facts | None) -> list[str]:
 
 def size_lines(facts: Facts) -> list[str]:
     spec, files, tokenizer = facts["spec"], facts["checkpoint"], facts["tokenizer"]
-    parameters = f"{files['parameters'] / 1e6:,.1f} M parameters"
-    formats = " + ".join(f"{bytes_text(nbytes)} {name}" for name, nbytes in files["formats"].items())
     tied = ", tied embeddings" if spec["tied"] else ""
     sizes = f"hidden size {spec['hidden_size']}, vocabulary {spec['vocab_size']}, context {spec['max_len']}"
     return [
-        f"  {parameters} in {files['tensors']} tensors, {files['kind']}, {formats}",
+        f"  {tensors_text(files, files['kind'])}",
         f"  {sizes}{tied}",
         f"  tokenizer: {tokenizer['name'] if tokenizer else 'none found; token ids only, or --vocab'}",
         *(f"  {note}" for note in facts["notes"]),
     ]
-
-
-def layer_lines(groups: Iterable[Facts]) -> list[str]:
-    rows: list[tuple[str, str]] = []
-    for group in groups:
-        branches = group["branches"] or ["nothing"]
-        rows += [("" if n else index_ranges(group["indices"]), branch) for n, branch in enumerate(branches)]
-    return columns(rows)
 
 
 def source_lines(sources: Mapping[str, Facts]) -> list[str]:

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from plait.cli.common.format_model import bytes_text, index_ranges, layer_groups, layer_text
+from plait.cli.common.format_model import bytes_text, index_ranges
+from plait.cli.model_facts.parts import layer_facts
 from plait.cli.model_facts.tables import Facts
 from plait.memory import PagedState
 from plait.partition import Rank
@@ -34,17 +35,13 @@ def rank_facts(opened: Opened, chosen: torch.dtype) -> Facts:
     for index in range(first.size):
         rank = replace(first, index=index)
         share, states = rank_share(opened.resolved, opened.checkpoint, rank)
-        parts = [
-            {"indices": list(indices), "branches": layer_text(layer)}
-            for indices, layer in layer_groups(divide_model(whole, rank)[0])
-        ]
         paged = (state for state in states if isinstance(state, PagedState))
         token = sum(state.nbytes_per_token("bfloat16") for state in paged)
         ranks.append({
             "weights_nbytes": round(share * opened.nbytes),
             "share": share,
             "state_nbytes_per_token": token,
-            "layers": parts,
+            "layers": layer_facts(divide_model(whole, rank)[0]),
         })  # fmt: skip
     sums, gathers = count_exchanges(whole, first)
     summed = torch.float32 if opened.config.deterministic else chosen
