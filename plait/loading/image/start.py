@@ -25,7 +25,7 @@ from plait.kernels.load import row_functions, turn_tables, why_refused
 from plait.loading.disk_cache import open_disk_cache
 from plait.loading.image.file_format import Image, ModelPart, read_image
 from plait.loading.image.key import choose_threads, key_of, path_of
-from plait.loading.image.lookup import folder_of, why_no_image
+from plait.loading.image.lookup import folder_of, list_images, why_no_image
 from plait.loading.image.release import release_libraries
 from plait.loading.image.restore import RestoredStep, map_weights
 from plait.loading.make_engine import draft_with_head, make_compiler, make_engine, make_front
@@ -110,6 +110,8 @@ def find_image(model: str, config: EngineConfig) -> tuple[Path, dict[str, object
     if folder is None or not os.path.isdir(folder):  # False, too, where it may not be read
         return None
     files = find_model(model, offline=config.offline)
+    if not list_images(folder, files.name):  # most of a key is read from files: those of a draft model, too
+        return None
     try:
         key = key_of(files, config)
     except PlaitError:  # of --speculate, or of a file: loading says so

@@ -235,3 +235,13 @@ def test_another_number_of_draft_tokens_has_another_image(
 ) -> None:
     for other in ({}, {"speculate": "ngram"}, {**MTP, "num_draft_tokens": 2}):
         assert find_image(str(nano_hybrid), EngineConfig(**SIZES, cache_dir=str(cache), **other)) is None
+
+
+def test_without_an_image_of_the_model_no_other_file_is_looked_at(
+    nano_hybrid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "another-0123456789abcdef.image").touch()
+    monkeypatch.setattr(start, "key_of", lambda *_: pytest.fail("a draft model's files are looked up"))
+    config = EngineConfig(**SIZES, cache_dir=str(tmp_path), speculate=str(nano_hybrid))
+    assert find_image(str(nano_hybrid), config) is None
