@@ -59,6 +59,7 @@ def info(model: str, as_json: bool, show_ops: bool, probe_text: str | None, **gi
     """What a model is: layers, sources of every value, memory. Reads headers, not weights.
 
     With --probe it runs the model, also if that has been done before, and shows all that was tried.
+    With --speculate it shows what drafts, too: a head, a draft model or the model's own head.
     With --ops and --device cuda:sm_90 (or 75, 80, 89, 120) it shows what such a GPU would run, without one.
     """
     config = EngineConfig(**engine_settings({**given, "ops": "auto"}))
