@@ -42,9 +42,8 @@ class EagerBlockPasses:
         self, plan: StepPlan, rows: Sequence[HiddenRows], sampling: Sequence[SamplingRow], length: int
     ) -> Drafts:
         """See `HeadPasses`."""
+        self.keep(plan, rows)
         head, store, form = self._head, self._store, self._form
-        batch = build_batch(plan, head.groups, store.block_size, self._device)
-        head.keep(batch, store, torch.cat([torch.as_tensor(row) for row in rows]))
         batch = build_batch(plan_blocks(plan, length, form), head.groups, store.block_size, self._device)
         size = form.count_rows(length)
         starts = torch.arange(0, (len(rows) + 1) * size, size, device=self._device)
@@ -53,6 +52,12 @@ class EagerBlockPasses:
         if head.choice:
             return choose_in_turn(head.choice, (logits, last), plan, sampling, draw)
         return [answer.token_ids for answer in draw(logits, sample_blocks(sampling, length))]
+
+    @torch.inference_mode()
+    def keep(self, plan: StepPlan, rows: Sequence[HiddenRows]) -> None:
+        """See `KeepingPasses`."""
+        batch = build_batch(plan, self._head.groups, self._store.block_size, self._device)
+        self._head.keep(batch, self._store, torch.cat([torch.as_tensor(row) for row in rows]))
 
 
 class ChosenBlockPasses(HostBlockPasses):

@@ -20,6 +20,7 @@ from plait.loading.open_model import open_model
 from plait.model.dflash import DFlashHead
 from plait.ops.registry import REGISTRY
 from plait.runner.block_passes import EagerBlockPasses
+from plait.runner.host import mtp
 from plait.runner.host.block_passes import HostBlockPasses
 from plait.schedule.drafts.turns import DraftRequest
 from plait.schedule.plan import Chunk, SamplingRow, StepPlan
@@ -103,6 +104,26 @@ def test_drafts_are_those_of_the_reference(whole: Published, options: dict[str, 
         assert len(found[1]) == 7
         if options:
             assert found == {1: tuple(oracle.draft_tokens(shown, ids[-1], 7))}
+    finally:
+        made.front.close(drain=False)
+
+
+def test_a_head_sees_all_of_a_long_text(whole: Published, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt in chunks, of which more is kept than waits for a draft, then a draft and what was right."""
+    monkeypatch.setattr(mtp, "MOST_KEPT", 9)
+    oracle, made = whole.oracle, whole.load(ops="reference")
+    try:
+        drafter, ids = made.drafter, [*range(3, 80)]
+        assert drafter is not None
+        shown = oracle.observe(torch.tensor(ids))
+        for start, end in ((0, 30), (30, 33), (33, 60), (60, 61)):
+            chunk = Chunk(1, start, tuple(ids[start:end]), ((1, 2, 3, 4, 5),), 0, 1)
+            drafter.observe(StepPlan(1, (chunk,)), shown[start:end])
+        for end in (61, 64):
+            found = drafter.propose([DraftRequest(1, tuple(ids[: end + 1]), 5, GREEDY, 0)])
+            assert found == {1: tuple(oracle.draft_tokens(shown[:end], ids[end], 5))}
+            chunk = Chunk(1, 61, tuple(ids[61:67]), ((1, 2, 3, 4, 5),), 0, 6)
+            drafter.observe(StepPlan(2, (chunk,)), shown[61:67])
     finally:
         made.front.close(drain=False)
 

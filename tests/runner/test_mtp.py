@@ -40,10 +40,23 @@ class RecordingPasses:
         return [tuple(range(row.position, row.position + length)) for row in sampling]
 
 
+@dataclass
+class RecordingKeeper(RecordingPasses):
+    """A head that keeps hidden states as they come."""
+
+    kept: list[tuple[Chunk, list[float]]] = field(default_factory=list)
+
+    def keep(self, plan: StepPlan, rows: Sequence[Tensor]) -> None:
+        for chunk, row in zip(plan.chunks, rows, strict=True):
+            assert len(row) == len(chunk.token_ids) <= MOST_KEPT
+            assert chunk.num_logits == 0
+            self.kept.append((chunk, row[:, 0].tolist()))
+
+
 class Bench:
     """A drafter with a model of which hidden states are positions."""
 
-    def __init__(self, places: int = 2, max_len: int = LENGTH) -> None:
+    def __init__(self, places: int = 2, max_len: int = LENGTH, passes: RecordingPasses | None = None) -> None:
         group = BlockGroup("full", None, ("mtp.layers.0.attn",))
         memory = DraftMemory(
             groups=(group,),
@@ -53,7 +66,7 @@ class Bench:
             max_len=max_len,
             max_step_len=512,
         )
-        self.passes = RecordingPasses()
+        self.passes = passes or RecordingPasses()
         self.drafter = MtpDrafter(self.passes, memory, HiddenOnHost(places, 1))
         self._step = 0
 
@@ -127,6 +140,34 @@ def test_of_a_long_prompt_the_end_is_kept() -> None:
     assert bench.ask(701)
     ((start, tokens, rows),) = bench.computed()
     assert (start, len(rows), rows[-1], tokens[-1]) == (0, MOST_KEPT, 699, 700)
+
+
+@pytest.mark.parametrize("sizes", [(700,), (100, 200, 400), (256, 1, 443), (699, 1)])
+def test_a_head_that_keeps_states_as_they_come_misses_none(sizes: tuple[int, ...]) -> None:
+    passes = RecordingKeeper()
+    bench, end = Bench(passes=passes), 0
+    for size in sizes:
+        bench.step((1, end, end + size))
+        end += size
+    assert bench.ask(701)
+    ((start, tokens, rows),) = bench.computed()
+    known = [state for _, states in passes.kept for state in states]
+    assert [*known, *rows] == [float(i) for i in range(700)]
+    assert [chunk.start for chunk, _ in passes.kept] == [int(states[0]) for _, states in passes.kept]
+    assert (start, tokens) == (int(rows[0]), tuple(range(start + 1, 701)))
+
+
+def test_states_that_came_are_kept_once_when_a_prompt_is_computed_again() -> None:
+    passes = RecordingKeeper()
+    bench = Bench(passes=passes)
+    bench.step((1, 32, 500))  # behind a cached prefix
+    assert [chunk.start for chunk, _ in passes.kept] == [0, 256]
+    for start in (0, 250):  # preempted
+        bench.step((1, start, start + 250))
+    bench.step((1, 500, 501))
+    assert len(passes.kept) == 2
+    assert bench.ask(502)
+    assert bench.computed() == [(467, (500, 501), [499.0, 500.0])]
 
 
 def test_prompt_in_chunks_is_kept_whole() -> None:

@@ -60,12 +60,16 @@ class HostBlockPasses:
         self, plan: StepPlan, rows: Sequence[HiddenRows], sampling: Sequence[SamplingRow], length: int
     ) -> Drafts:
         """See `HeadPasses`."""
+        self.keep(plan, rows)
+        return self._draw(self._compute(plan, length), plan, sampling, length)
+
+    def keep(self, plan: StepPlan, rows: Sequence[HiddenRows]) -> None:
+        """See `KeepingPasses`."""
         at = 0
         for row in rows:
             self.before[at : at + len(row)] = np.asarray(row)
             at += len(row)
         self.program(plan)
-        return self._draw(self._compute(plan, length), plan, sampling, length)
 
     def _compute(self, plan: StepPlan, length: int) -> Floats:
         """Logits of the draft's places, those of a chunk one behind the other."""

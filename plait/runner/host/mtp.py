@@ -2,7 +2,8 @@
 
 The head has keys and values of its own, at a place for each sequence, as a draft model has. What the model
 made of each token is kept until the head computes it, so prompts cost it nothing before the first draft. It
-sees no further back than what was kept then: behind cached prefixes, and after a pause, it begins anew.
+sees no further back than what was kept then: behind cached prefixes, and after a pause, it begins anew. A
+head for which a token of a prompt costs next to nothing has them all.
 Nothing here needs torch: on a GPU, and where a head runs op by op, `runner.mtp_passes` has what is kept.
 """
 
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from plait.runner.host.draft_memory import DraftMemory, without_logprobs
-from plait.runner.host.mtp_passes import HeadPasses, HiddenRows
+from plait.runner.host.mtp_passes import HeadPasses, HiddenRows, KeepingPasses
 from plait.schedule.drafts.turns import DraftRequest
 from plait.schedule.plan import Chunk, SamplingRow, StepPlan
 
@@ -162,6 +163,8 @@ class MtpDrafter:
         if not len(rows):
             return
         count = chunk.start + first - place.at
+        if count + len(rows) > MOST_KEPT and isinstance(self.passes, KeepingPasses):
+            count, rows = self._store(place, chunk, count, rows), rows[-1:]
         if len(rows) >= MOST_KEPT:
             rows = rows[-MOST_KEPT:]
             place.at, count = chunk.end - MOST_KEPT, 0
@@ -171,6 +174,24 @@ class MtpDrafter:
             place.at, count = place.at + spare, count - spare
         place.count = count + len(rows)
         self._kept.put(place.index, count, rows)
+
+    def _store(self, place: HeadPlace, chunk: Chunk, count: int, rows: HiddenRows) -> int:
+        """Let the head keep what it need not wait for: the first `count` rows that were kept, and those of a
+        chunk but for the last, behind which the token is not known. Returns how many rows stay kept: none."""
+        assert isinstance(self.passes, KeepingPasses)
+        if place.at != place.done or chunk.end - place.base > self.memory.max_len:
+            place.base = place.done = place.at
+        pieces = [self._kept.first(place.index, count)] if count else []
+        pieces += [rows[i : i + MOST_KEPT] for i in range(0, len(rows) - 1, MOST_KEPT)]
+        for piece in pieces:
+            size = min(len(piece), chunk.end - 1 - place.done)
+            start = place.done - place.base
+            tables = self.memory.tables(place.index, start, start + size)
+            own = Chunk(chunk.seq_id, start, (0,) * size, tables, 0, 0)
+            self.passes.keep(StepPlan(self._step, (own,)), [piece[:size]])
+            place.done = place.at = place.done + size
+        place.count, place.last, place.proposal = 0, chunk.token_ids[-1], ()
+        return 0
 
     def _take_place(self, chunk: Chunk) -> HeadPlace:
         """A place for a sequence that has none: a free one, or that of the one without drafts for longest."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol, Self
+from typing import Protocol, Self, runtime_checkable
 
 import numpy as np
 
@@ -42,6 +42,14 @@ class HeadPasses(Protocol):
         row has no finite maximum.
         """
         ...
+
+
+@runtime_checkable
+class KeepingPasses(HeadPasses, Protocol):
+    """Of a head that can keep what the model made of tokens at once, for next to nothing."""
+
+    def keep(self, plan: StepPlan, rows: Sequence[HiddenRows]) -> None:
+        """Keep keys and values of the tokens of chunks. Raises what a pass does."""
 
 
 class HostPasses:
