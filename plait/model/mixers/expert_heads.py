@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
 from plait.checkpoint.weights import Weights
 from plait.errors import UnsupportedModel
+from plait.model.layers.expert_layers import bind_experts
 from plait.model.layers.layers import Batch
 from plait.model.mixers.attention import Attention, describe_attention
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import combine
-from plait.ops.expert_heads import StackedHeads, collect_heads, spread_heads
-from plait.ops.expert_stack import ExpertStack
+from plait.ops.expert_heads import collect_heads, spread_heads
 from plait.ops.linear import Linear
 from plait.ops.moe import route
 from plait.ops.ranks import add_in_tree
-from plait.ops.registry import Bound, Op
 from plait.ops.rows import join
 from plait.partition import Cut, Division, Rank, join_ranges, scale_range, sum_of, width
 from plait.spec.attention import ExpertHeadsSpec
@@ -58,30 +56,15 @@ class ExpertHeads(Attention):
         self._join, self._combine = w.bind(join), w.bind(combine)
 
     def _bind_qkv(self, w: Weights, parts: dict[str, int]) -> Linear:
-        rows, hidden = self._experts.num_kv_heads * self._experts.head_dim, w.target.hidden_size
-        self._spread, self.queries = self._bind_experts(w, spread_heads, "q", hidden, rows)
+        s, hidden = self._experts, w.target.hidden_size
+        rows, count = s.num_kv_heads * s.head_dim, s.num_experts
+        self._spread, self.queries = bind_experts(w, spread_heads, "q", (hidden, rows), count)
         rank = w.target.comm.rank
         own = rank.own_shares
         views = [w.for_share(number) for number in own] if rank.shares else [w]
-        self._shares = [
-            self._bind_experts(view, collect_heads, "o", rows // len(own), hidden) for view in views
-        ]
+        sizes = rows // len(own), hidden
+        self._shares = [bind_experts(view, collect_heads, "o", sizes, count) for view in views]
         return super()._bind_qkv(w, {name: parts[name] for name in "kv"})
-
-    def _bind_experts(
-        self, w: Weights, op: Op, name: str, n_in: int, n_out: int
-    ) -> tuple[Bound, Sequence[Linear] | ExpertStack]:
-        """(what is bound for the op, the experts' linear layers): a stack for a variant that takes one."""
-        numbers = range(self._experts.num_experts)
-        stored = w.scope("experts").list_storages((f"{e}.{name}" for e in numbers), n_in)
-        fn = w.bind(op, activations=w.target.activations, stored=stored)
-        if not isinstance(fn, StackedHeads):
-            each = [w.scope(f"experts.{e}") for e in numbers]
-            return fn, [one.linear(name, in_size=n_in, out_sizes=(n_out,)) for one in each]
-        stacked = w.scope("experts").linear_stack(
-            numbers, name, in_size=n_in, out_sizes=(n_out,), pack=fn.pack
-        )
-        return fn.apply, stacked
 
     def _bind_o(self, w: Weights, width: int) -> Linear | None:
         return None

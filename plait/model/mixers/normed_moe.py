@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -11,16 +10,14 @@ from torch import Tensor
 from plait.checkpoint.weights import Weights
 from plait.errors import UnsupportedModel
 from plait.memory import State
+from plait.model.layers.expert_layers import bind_experts
 from plait.model.layers.layers import Batch, Norm
 from plait.model.mixers.moe import divide_moe, share_of
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import ACTIVATIONS, activate, combine, multiply
-from plait.ops.expert_heads import StackedHeads, map_choices, spread_heads
-from plait.ops.expert_stack import ExpertStack
-from plait.ops.linear import Linear
+from plait.ops.expert_heads import map_choices, spread_heads
 from plait.ops.moe import route
 from plait.ops.ranks import add_in_tree, sum_ranks
-from plait.ops.registry import Bound, Op
 from plait.ops.streams import mix_streams
 from plait.partition import Division, Rank
 from plait.spec.model import MoeSpec
@@ -85,23 +82,12 @@ class Experts:
     """A part of each expert's features."""
 
     def __init__(self, s: MoeSpec, w: Weights, latent: int) -> None:
-        self._count, self._top_k, self._kind = s.num_experts, s.top_k, s.expert.activation
-        self._gate = self._bind(w, spread_heads, "gate", latent, s.expert.size)
-        self._up = self._bind(w, spread_heads, "up", latent, s.expert.size)
-        self._down = self._bind(w, map_choices, "down", s.expert.size, latent)
+        self._top_k, self._kind, size = s.top_k, s.expert.activation, s.expert.size
+        self._gate = bind_experts(w, spread_heads, "gate", (latent, size), s.num_experts)
+        self._up = bind_experts(w, spread_heads, "up", (latent, size), s.num_experts)
+        self._down = bind_experts(w, map_choices, "down", (size, latent), s.num_experts)
         self._activate = w.bind(activate, kind=self._kind, gated=False)
         self._multiply = w.bind(multiply)
-
-    def _bind(
-        self, w: Weights, op: Op, name: str, n_in: int, n_out: int
-    ) -> tuple[Bound, Sequence[Linear] | ExpertStack]:
-        """(what is bound for the op, the experts' linear layers): a stack for a variant that takes one."""
-        numbers, each = range(self._count), w.scope("experts")
-        stored = each.list_storages((f"{e}.{name}" for e in numbers), n_in)
-        fn = w.bind(op, activations=w.target.activations, stored=stored)
-        if not isinstance(fn, StackedHeads):
-            return fn, [each.scope(str(e)).linear(name, in_size=n_in, out_sizes=(n_out,)) for e in numbers]
-        return fn.apply, each.linear_stack(numbers, name, in_size=n_in, out_sizes=(n_out,), pack=fn.pack)
 
     def __call__(self, x: Tensor, index: Tensor) -> Tensor:
         """x: [T, latent], index: [T, k] -> what each chosen expert gives, [T, k · latent]."""
