@@ -7,13 +7,14 @@ llama.cpp's files have an architecture of their own, in which the layers are wha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from torch import Tensor
 
-from plait.checkpoint.names import NameMap, Rules
+from plait.checkpoint.names import Derived, NameMap, Rules
 from plait.errors import UnsupportedModel
 from plait.families.common.hf_config import GEMMA_WORDS
-from plait.families.common.recipes import text_tensors, transformer, unused_patterns
+from plait.families.common.recipes import Stored, text_tensors, transformer, unused_patterns
 from plait.families.common.resolved import Resolved
 from plait.families.common.spec_builders import check_shares, model, norm, require
 from plait.families.config.checks import blame_config, check_named, check_spec
@@ -23,14 +24,19 @@ from plait.families.gemma4 import DEFAULTS, HONOURS, attention_of, feed_of, laye
 from plait.families.gguf.config import gguf_config
 from plait.families.gguf.names import ROPE_TABLES, usual_names
 from plait.families.resolve import FILE
-from plait.spec.draft_heads import AssistantSpec
+from plait.quant.weight import pick_rows, take_rows
+from plait.spec.draft_heads import AssistantSpec, ClustersSpec
 from plait.spec.model import BranchSpec, ModelSpec
 
 WINDOWS = {"gemma4_assistant": 512, "gemma4_unified_assistant": 1024}  # where a config does not say
 TEXTS = ("gemma4_text", "gemma4_unified_text")
 ARCHITECTURE, GGUF, GGUF_SIZE = "general.architecture", "gemma4-assistant", "embedding_length_out"
 SIZE, USUAL_SIZE = "backbone_hidden_size", 1536
-CENTROIDS = r"^masked_emb(edding\.|d_)"  # a shortcut to the tokens that the whole table has
+EMBEDDING = "model.embed_tokens.weight"
+CENTROIDS, ORDER = "masked_embedding.centroids", "masked_embedding.token_ordering"
+CENTROIDS_IN_GGUF, ORDER_IN_GGUF = "masked_embd_centroids", "masked_embd_ordering"
+UNREAD = rf"^{CENTROIDS.split('.')[0]}\.", rf"^({CENTROIDS_IN_GGUF}\.|{ORDER_IN_GGUF}$)"  # without `clusters`
+USUAL_COUNTS = {"num_centroids": 2048, "centroid_intermediate_top_k": 32}
 
 
 def is_assistant(config: Mapping[str, object] | None) -> bool:
@@ -50,7 +56,9 @@ def resolve_assistant(config: Mapping[str, object]) -> Resolved:
         check_spec(spec)
     why = {key: FILE if key in flat else "from the other keys" for key in c}
     own: Rules = {**layer_names(c, "model."), **{part: f"{part}_projection" for part in ("pre", "post")}}
-    ignored = unused_patterns(c, CENTROIDS, r"\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
+    own = {**own, **_cluster_names(spec, EMBEDDING if spec.tied else "lm_head.weight", CENTROIDS, ORDER)}
+    lent = () if spec.tied else (f"^{EMBEDDING}$",)  # the model's are read
+    ignored = unused_patterns(c, *lent, UNREAD[0], r"\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
     return Resolved(spec, NameMap(own, text_tensors(transformer), ignored=ignored), c, why, spec.family)
 
 
@@ -78,10 +86,15 @@ def resolve_assistant_gguf(
                 f"the GGUF metadata has no {GGUF}.{GGUF_SIZE}, the size of the model's states"
             )
         c[SIZE] = size
+        if (found := shapes.get(f"{CENTROIDS_IN_GGUF}.weight")) and ORDER_IN_GGUF in shapes:
+            # Of how many clusters logits are computed is in no file: as many as usual.
+            counts = found[0], min(found[0], USUAL_COUNTS["centroid_intermediate_top_k"])
+            c |= {"use_ordered_embeddings": True, **dict(zip(USUAL_COUNTS, counts, strict=True))}
         spec = build_assistant(c)
         check_spec(spec)
     parts: Rules = {part: f"nextn.{part}_projection" for part in ("pre", "post")}
-    ignored = (ROPE_TABLES, CENTROIDS, r"^blk\.\d+\.attn_(k|v|k_norm)\.")
+    parts = {**parts, **_cluster_names(spec, "token_embd.weight", CENTROIDS_IN_GGUF, ORDER_IN_GGUF)}
+    ignored = (ROPE_TABLES, UNREAD[1], r"^blk\.\d+\.attn_(k|v|k_norm)\.")
     names = NameMap({**names_in_gguf(c), **parts}, usual_names(c), ignored=ignored)
     return Resolved(spec, names, c, why, spec.family)
 
@@ -91,6 +104,7 @@ def build_assistant(c: Config) -> AssistantSpec:
     name = "an assistant of Gemma 4"
     require(c, name, use_bidirectional_attention=("vision",), hidden_size_per_layer_input=(0,))
     require(c, name, enable_moe_block=(False,), use_double_wide_mlp=(False,), model_type=(*WINDOWS, *TEXTS))
+    require(c, name, use_ordered_embeddings=(False, True))
     check_shares(c, name)
     kinds = [*c["layer_types"][:-1], FULL][: c["num_hidden_layers"]]
     if not kinds:
@@ -113,4 +127,36 @@ def build_assistant(c: Config) -> AssistantSpec:
         max_len=made.max_len,
         tied=made.tied,
         model_size=c.get(SIZE, USUAL_SIZE),
+        clusters=_clusters(c) if c.get("use_ordered_embeddings") else None,
     )
+
+
+def _clusters(c: Config) -> ClustersSpec:
+    """Raises UnsupportedModel for counts that there cannot be."""
+    count, chosen = (usual if c.get(key) is None else c[key] for key, usual in USUAL_COUNTS.items())
+    vocab_size = c["vocab_size"]
+    is_whole = all(type(n) is int and n > 0 for n in (count, chosen, vocab_size))
+    if not is_whole or vocab_size % count or chosen > count:
+        raise UnsupportedModel(
+            f"num_centroids is {count!r:.80} and centroid_intermediate_top_k is {chosen!r:.80}: {vocab_size} "
+            "tokens are divided evenly among the centroids, of which at least one and at most all are chosen"
+        )
+    return ClustersSpec(count, chosen)
+
+
+def _cluster_names(s: AssistantSpec, head: str, centroids: str, tokens: str) -> Rules:
+    """Of `model.centroids`. head: the weight of which each cluster has some rows."""
+    if s.clusters is None:
+        return {}
+    pick = partial(pick_cluster, size=s.vocab_size // s.clusters.count)
+    return {
+        "clusters.router": centroids,
+        "clusters.tokens": tokens,
+        "clusters.experts.{e}.head.weight": Derived(pick, (head, tokens)),
+    }
+
+
+def pick_cluster(head: Stored, tokens: Tensor, e: str, *, size: int) -> Stored:
+    """The rows of cluster e: of `size` tokens in the order of clusters."""
+    own = tokens[int(e) * size : (int(e) + 1) * size]
+    return take_rows(head, 0, len(own)) if own.is_meta else pick_rows(head, own.long())

@@ -15,6 +15,7 @@ from torch import Tensor
 from plait.checkpoint.weights import Weights
 from plait.errors import ConfigError
 from plait.memory import block_groups
+from plait.model.centroids import CentroidHead
 from plait.model.decoder import Branch, Decoder
 from plait.model.draft_head import ChainHead, check_sizes
 from plait.model.layers.layers import Batch, Embedding, LmHead, Norm
@@ -82,7 +83,11 @@ class AssistantHead(ChainHead):
         self.branches = [Branch(b, weights.scope(name), s.hidden_size) for name, b in named]
         self.norm = Norm(s.norm, weights.scope("norm"), s.hidden_size)
         self.post = weights.linear("post", in_size=s.hidden_size, out_sizes=(s.model_size,))
-        self.head = LmHead(s, weights)
+        self.head: LmHead | CentroidHead = (
+            CentroidHead(s.clusters, weights.scope("clusters"), s.hidden_size, s.vocab_size)
+            if s.clusters
+            else LmHead(s, weights)
+        )
         self._join, self._take_rows = weights.bind(join), weights.bind(take_rows)
         super().__init__(weights, ())
         self.groups = block_groups(trunk.states) if trunk else ()
@@ -99,7 +104,7 @@ class AssistantHead(ChainHead):
         return self.norm.add(x, delta)[1]
 
     def logits(self, last: Tensor) -> Tensor:
-        """last: [L, hidden] -> [L, vocab] float32."""
+        """last: [L, hidden] -> [L, vocab] float32, -inf of tokens that are in no chosen cluster."""
         return self.head(last)
 
     def keep_last(self, h: Tensor, batch: Batch, before: Tensor) -> Tensor:

@@ -125,3 +125,28 @@ def pick_columns(x: Tensor, columns: Tensor) -> Tensor:
 def _pick_columns_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     x = torch.randn(case["rows"], case["size"], dtype=dtype, device=device)
     return (x, torch.randint(-1, case["size"], (3 * case["size"] + 1,), device=device)), {}
+
+
+@op(
+    cases=[
+        dict(tokens=1, experts=4, top_k=2, size=3),
+        dict(tokens=9, experts=19, top_k=5, size=17),
+        dict(tokens=3, experts=6, top_k=6, size=1),
+    ]
+)
+def scatter_logits(x: Tensor, index: Tensor, tokens: Tensor) -> Tensor:
+    """Logits of the tokens of chosen clusters, and -inf of all others (Gemma 4's assistants).
+
+    x: [T, k, n], index: [T, k] int64, different clusters of each row, tokens: [clusters, n] int64, in which
+    each token of the vocabulary is once -> [T, clusters n] float32.
+    """
+    out = torch.full((len(x), tokens.numel()), float("-inf"), device=x.device)
+    return out.scatter_(1, tokens[index].flatten(1), x.float().flatten(1))
+
+
+@scatter_logits.inputs
+def _scatter_logits_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
+    rows, count, size = case["tokens"], case["experts"], case["size"]
+    x = torch.randn(rows, case["top_k"], size, dtype=dtype, device=device)
+    index = torch.rand(rows, count, device=device).topk(case["top_k"], -1).indices
+    return (x, index, torch.randperm(count * size, device=device).view(count, size)), {}

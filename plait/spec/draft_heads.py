@@ -101,9 +101,19 @@ class DFlashSpec(ReadingSpec):
 
 
 @dataclass(frozen=True, slots=True)
+class ClustersSpec:
+    """Clusters of the vocabulary, all of as many tokens, and how many of them a head computes logits of."""
+
+    count: int
+    chosen: int
+
+
+@dataclass(frozen=True, slots=True)
 class AssistantSpec(DraftHeadSpec):
     """Gemma 4's assistant: see `model.assistant`. Its layers name no `source` of keys before they are bound
-    to a model."""
+    to a model. `clusters`: see `model.centroids`; None: it computes all logits."""
+
+    clusters: ClustersSpec | None = None
 
     @property
     def title(self) -> str:

@@ -29,6 +29,8 @@ OWN: Mapping[str, Any] = {
 }
 SHARED = ("num_key_value_heads", "head_dim", "sliding_window", "per_layer_config", "attention_k_eq_v")
 
+INPUTS = ("vocab_size_per_layer_input",)
+
 ARCH = "gemma4-assistant"
 GGUF_NAMES = {
     "embed_tokens": "token_embd",
@@ -58,6 +60,21 @@ class Pair:
 PAIRS = {
     "keys as values": Pair("gemma4"),
     "shared keys": Pair("gemma4_e2b", head={"use_ordered_embeddings": True, "num_centroids": VOCAB}),
+    "clusters": Pair(
+        "gemma4_e2b",
+        text={"vocab_size": 96},
+        head={"use_ordered_embeddings": True, "num_centroids": 12, "centroid_intermediate_top_k": 5},
+    ),
+    "clusters of an own head": Pair(
+        "gemma4",
+        text={"vocab_size": 96, "tie_word_embeddings": False},
+        head={
+            "use_ordered_embeddings": True,
+            "num_centroids": 4,
+            "centroid_intermediate_top_k": 2,
+            "tie_word_embeddings": False,
+        },
+    ),
     "unified": Pair("gemma4_unified", "Gemma4Unified", {"layer_types": [S, F], "num_hidden_layers": 2}),
 }
 
@@ -69,7 +86,11 @@ class AssistantOracle:
         self.pair = pair = PAIRS[name]
         self.model_folder, self.head_folder = folder / "model", folder / "head"
         known = tiny.VARIANTS[pair.trunk]
-        variant = replace(known, changes={**known.changes, "max_position_embeddings": 128})
+        self.vocab = pair.text.get("vocab_size", VOCAB)
+        sizes = {
+            key: self.vocab for key in ("vocab_size", *INPUTS) if key not in INPUTS or key in known.changes
+        }
+        variant = replace(known, changes={**known.changes, "max_position_embeddings": 128, **sizes})
         tiny.write(pair.trunk, self.model_folder, variant)
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
             self.model_folder, dtype=torch.float32, attn_implementation="eager"
@@ -88,7 +109,7 @@ class AssistantOracle:
         self.head = kind._from_config(self.config, dtype=torch.float32, attn_implementation="eager").eval()
         tiny.randomize(self.head, one_plus=True)
         if self.head.masked_embedding is not None:
-            self.head.masked_embedding.token_ordering.copy_(torch.randperm(VOCAB))
+            self.head.masked_embedding.token_ordering.copy_(torch.randperm(self.vocab))
         self.head.tie_weights()
         self.head.save_pretrained(self.head_folder)
 
@@ -98,8 +119,8 @@ class AssistantOracle:
         found: dict[str, Any] = json.loads((self.head_folder / "config.json").read_text())
         return found
 
-    def as_gguf(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """(metadata, tensors) as llama.cpp's converter writes them."""
+    def as_gguf(self, has_centroids: bool = False) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """(metadata, tensors) as llama.cpp's converter writes them, which leaves centroids out."""
         text, config = self.config.text_config.to_dict(), self.config
         kinds, count = text["layer_types"], text["num_hidden_layers"]
         full = next(iter(text["per_layer_config"].values()))
@@ -132,7 +153,11 @@ class AssistantOracle:
         turned = wide // 8
         found = {"rope_freqs.weight": torch.tensor([1.0] * turned + [1e30] * (wide // 2 - turned))}
         for name, tensor in self.head.state_dict().items():
-            if name.startswith("masked_embedding") or name == "lm_head.weight":
+            if name.startswith("masked_embedding"):
+                _, _, part = name.partition(".")
+                found |= {f"masked_embd_{part.removeprefix('token_')}": tensor} if has_centroids else {}
+                continue
+            if name == "lm_head.weight":
                 continue
             *start, part = name.removesuffix(".weight").removeprefix("model.").split(".", 2)
             at = f"blk.{start[1]}." if len(start) > 1 else ""

@@ -15,14 +15,15 @@ from plait.kernels.cpu.codegen.vec import (
     load_f32,
     load_some,
     put_f32,
+    spread,
     store_f32,
     store_some,
     words,
 )
 from plait.kernels.cpu.runtime.executor import Executor
-from plait.kernels.cpu.runtime.frame import rows_of
+from plait.kernels.cpu.runtime.frame import barrier, rows_of
 from plait.kernels.cpu.runtime.row_checks import TensorRows, dense, float32_rows
-from plait.ops.rows import join, pick_columns, put_rows, take_rows
+from plait.ops.rows import join, pick_columns, put_rows, scatter_logits, take_rows
 
 
 @inline
@@ -72,6 +73,23 @@ def pick_numbers(frame: int, args: int, thread: int, threads: int) -> None:
                 put_f32(to, np.float32(-np.inf))
 
 
+@kernel
+def scatter_numbers(frame: int, args: int, thread: int, threads: int) -> None:
+    """x (dense), index, k, tokens, n of a cluster, vocab, out (dense). Threads share the numbers of all rows,
+    which become -inf, and then the chosen clusters."""
+    x, index, k, tokens, n, vocab, out = words(args, 2, 9)
+    rows, low = rows_of(frame, args), spread(np.float32(-np.inf))
+    blocks = (rows * vocab + 15) // 16
+    for i in range(blocks * thread // threads, blocks * (thread + 1) // threads):
+        store_some(out + 64 * i, low, np.int32(min(16, rows * vocab - 16 * i)))
+    barrier(frame, threads)
+    pairs = rows * k
+    for p in range(pairs * thread // threads, pairs * (thread + 1) // threads):
+        own, row = tokens + 8 * n * get_i64(index + 8 * p), out + 4 * vocab * (p // k)
+        for i in range(n):
+            put_f32(row + 4 * get_i64(own + 8 * i), get_f32(x + 4 * (n * p + i)))
+
+
 @take_rows.variant("native", on="cpu", when=float32_rows, native=True)
 def _take_rows(cpu: Executor, x: Tensor, index: Tensor) -> Tensor:
     rows = TensorRows.of(x)
@@ -109,4 +127,15 @@ def _pick_columns(cpu: Executor, x: Tensor, columns: Tensor) -> Tensor:
     dense("columns", columns, columns.numel(), dtype=torch.int64)
     out = cpu.empty(x.shape[0], count)
     cpu.launch(pick_numbers, x, rows.strides[0], columns, count, out, rows=x.shape[0])
+    return out
+
+
+@scatter_logits.variant("native", on="cpu", when=float32_rows, native=True)
+def _scatter_logits(cpu: Executor, x: Tensor, index: Tensor, tokens: Tensor) -> Tensor:
+    rows, k, (count, n) = len(x), index.shape[-1], tokens.shape
+    dense("logits of clusters", x, rows, k, n)
+    dense("indices of clusters", index, rows, k, dtype=torch.int64)
+    dense("tokens of clusters", tokens, count, n, dtype=torch.int64)
+    out = cpu.empty(rows, count * n)
+    cpu.launch(scatter_numbers, x, index, k, tokens, n, count * n, out, rows=rows)
     return out
