@@ -99,13 +99,14 @@ def _encode_rows(how: Encoder, weight: Tensor, name: str, threads: int) -> Gguf:
         piece = blocks[start : start + step].float()
         data[start : start + step] = how.pack(_check_range(piece, kind, name))
 
-    if weight.device.type == "cpu":
-        step = _PIECE // kind.elements
+    is_cpu = weight.device.type == "cpu"
+    step = (_PIECE if is_cpu else _DEVICE_PIECE) // kind.elements
+    starts = range(0, len(blocks), step)
+    if is_cpu and min(threads, len(starts)) > 1:
         with ThreadPoolExecutor(threads) as workers:
-            deque(workers.map(work, range(0, len(blocks), step)), maxlen=0)
+            deque(workers.map(work, starts), maxlen=0)
     else:
-        step = _DEVICE_PIECE // kind.elements
-        for start in range(0, len(blocks), step):
+        for start in starts:
             work(start)
     return Gguf(data.view(rows, cols // kind.elements * kind.nbytes), kind)
 

@@ -38,7 +38,7 @@ SIZES: dict[str, Any] = {
     "dtype": "float32",
 }  # fmt: skip
 GREEDY, DRAWN = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.95)
-NAMES = ["keys as values", "shared keys"]
+NAMES = ["keys as values", "shared keys", "clusters", "clusters of an own head"]
 
 
 @pytest.fixture(scope="module", params=NAMES)
