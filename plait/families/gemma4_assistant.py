@@ -33,9 +33,9 @@ TEXTS = ("gemma4_text", "gemma4_unified_text")
 ARCHITECTURE, GGUF, GGUF_SIZE = "general.architecture", "gemma4-assistant", "embedding_length_out"
 SIZE, USUAL_SIZE = "backbone_hidden_size", 1536
 EMBEDDING = "model.embed_tokens.weight"
-CENTROIDS, ORDER = "masked_embedding.centroids", "masked_embedding.token_ordering"
-CENTROIDS_IN_GGUF, ORDER_IN_GGUF = "masked_embd_centroids", "masked_embd_ordering"
-UNREAD = rf"^{CENTROIDS.split('.')[0]}\.", rf"^({CENTROIDS_IN_GGUF}\.|{ORDER_IN_GGUF}$)"  # without `clusters`
+CENTROIDS = "masked_embedding.centroids", "masked_embedding.token_ordering"
+CENTROIDS_IN_GGUF = "masked_embd_centroids", "masked_embd_ordering"
+UNREAD = r"^masked_emb(edding\.|d_)"  # without `clusters`
 USUAL_COUNTS = {"num_centroids": 2048, "centroid_intermediate_top_k": 32}
 
 
@@ -56,10 +56,11 @@ def resolve_assistant(config: Mapping[str, object]) -> Resolved:
         check_spec(spec)
     why = {key: FILE if key in flat else "from the other keys" for key in c}
     own: Rules = {**layer_names(c, "model."), **{part: f"{part}_projection" for part in ("pre", "post")}}
-    own = {**own, **_cluster_names(spec, EMBEDDING if spec.tied else "lm_head.weight", CENTROIDS, ORDER)}
+    clusters = name_clusters(spec.clusters, EMBEDDING if spec.tied else "lm_head.weight", *CENTROIDS)
     lent = () if spec.tied else (f"^{EMBEDDING}$",)  # the model's are read
-    ignored = unused_patterns(c, *lent, UNREAD[0], r"\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
-    return Resolved(spec, NameMap(own, text_tensors(transformer), ignored=ignored), c, why, spec.family)
+    ignored = unused_patterns(c, *lent, UNREAD, r"\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
+    names = NameMap(own, clusters, text_tensors(transformer), ignored=ignored)
+    return Resolved(spec, names, c, why, spec.family)
 
 
 def is_assistant_gguf(metadata: Mapping[str, object]) -> bool:
@@ -86,16 +87,16 @@ def resolve_assistant_gguf(
                 f"the GGUF metadata has no {GGUF}.{GGUF_SIZE}, the size of the model's states"
             )
         c[SIZE] = size
-        if (found := shapes.get(f"{CENTROIDS_IN_GGUF}.weight")) and ORDER_IN_GGUF in shapes:
+        if (found := shapes.get(f"{CENTROIDS_IN_GGUF[0]}.weight")) and CENTROIDS_IN_GGUF[1] in shapes:
             # Of how many clusters logits are computed is in no file: as many as usual.
             counts = found[0], min(found[0], USUAL_COUNTS["centroid_intermediate_top_k"])
             c |= {"use_ordered_embeddings": True, **dict(zip(USUAL_COUNTS, counts, strict=True))}
         spec = build_assistant(c)
         check_spec(spec)
     parts: Rules = {part: f"nextn.{part}_projection" for part in ("pre", "post")}
-    parts = {**parts, **_cluster_names(spec, "token_embd.weight", CENTROIDS_IN_GGUF, ORDER_IN_GGUF)}
-    ignored = (ROPE_TABLES, UNREAD[1], r"^blk\.\d+\.attn_(k|v|k_norm)\.")
-    names = NameMap({**names_in_gguf(c), **parts}, usual_names(c), ignored=ignored)
+    clusters = name_clusters(spec.clusters, "token_embd.weight", *CENTROIDS_IN_GGUF)
+    ignored = (ROPE_TABLES, UNREAD, r"^blk\.\d+\.attn_(k|v|k_norm)\.")
+    names = NameMap({**names_in_gguf(c), **parts}, clusters, usual_names(c), ignored=ignored)
     return Resolved(spec, names, c, why, spec.family)
 
 
@@ -141,18 +142,17 @@ def _clusters(c: Config) -> ClustersSpec:
             f"num_centroids is {count!r:.80} and centroid_intermediate_top_k is {chosen!r:.80}: {vocab_size} "
             "tokens are divided evenly among the centroids, of which at least one and at most all are chosen"
         )
-    return ClustersSpec(count, chosen)
+    return ClustersSpec(count, chosen, vocab_size // count)
 
 
-def _cluster_names(s: AssistantSpec, head: str, centroids: str, tokens: str) -> Rules:
-    """Of `model.centroids`. head: the weight of which each cluster has some rows."""
-    if s.clusters is None:
+def name_clusters(s: ClustersSpec | None, head: str, centroids: str, tokens: str) -> Rules:
+    """Where the tensors of `model.centroids` are. head: the weight of which each cluster has some rows."""
+    if s is None:
         return {}
-    pick = partial(pick_cluster, size=s.vocab_size // s.clusters.count)
     return {
         "clusters.router": centroids,
         "clusters.tokens": tokens,
-        "clusters.experts.{e}.head.weight": Derived(pick, (head, tokens)),
+        "clusters.experts.{e}.head.weight": Derived(partial(pick_cluster, size=s.size), (head, tokens)),
     }
 
 

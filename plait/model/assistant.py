@@ -84,7 +84,7 @@ class AssistantHead(ChainHead):
         self.norm = Norm(s.norm, weights.scope("norm"), s.hidden_size)
         self.post = weights.linear("post", in_size=s.hidden_size, out_sizes=(s.model_size,))
         self.head: LmHead | CentroidHead = (
-            CentroidHead(s.clusters, weights.scope("clusters"), s.hidden_size, s.vocab_size)
+            CentroidHead(s.clusters, weights.scope("clusters"), s.hidden_size)
             if s.clusters
             else LmHead(s, weights)
         )

@@ -28,9 +28,9 @@ class CentroidHead:
     `w` has `router` (the centroids), `tokens` in the order of clusters, and of each one `experts.{e}.head`.
     """
 
-    def __init__(self, s: ClustersSpec, w: Weights, hidden_size: int, vocab_size: int) -> None:
-        self.spec, sizes = s, (hidden_size, vocab_size // s.count)
-        self.tokens = read_clusters(w, vocab_size, s.count)
+    def __init__(self, s: ClustersSpec, w: Weights, hidden_size: int) -> None:
+        self.spec, sizes = s, (hidden_size, s.size)
+        self.tokens = read_clusters(s, w)
         self.centroids = w.linear("router", in_size=hidden_size, out_sizes=(s.count,))
         self._route = w.bind(route, num_experts=s.count, top_k=s.chosen, router=BY_SCORE)
         self._multiply, self.clusters = bind_experts(w, spread_heads, "head", sizes, s.count)
@@ -43,9 +43,10 @@ class CentroidHead:
         return logits
 
 
-def read_clusters(w: Weights, vocab_size: int, count: int) -> Tensor:
+def read_clusters(s: ClustersSpec, w: Weights) -> Tensor:
     """The tokens of each cluster, [count, n] int64. Raises ShapeMismatch unless each token is there once."""
+    vocab_size = s.count * s.size
     tokens = w.tensor("tokens", (vocab_size,), torch.int64)
     if not tokens.is_meta and not torch.equal(tokens.sort().values.cpu(), torch.arange(vocab_size)):
         raise ShapeMismatch(f"the clusters of tokens do not have each of {vocab_size} tokens once")
-    return tokens.view(count, -1)
+    return tokens.view(s.count, s.size)

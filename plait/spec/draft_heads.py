@@ -102,10 +102,11 @@ class DFlashSpec(ReadingSpec):
 
 @dataclass(frozen=True, slots=True)
 class ClustersSpec:
-    """Clusters of the vocabulary, all of as many tokens, and how many of them a head computes logits of."""
+    """Clusters of `size` tokens each, and how many of them a head computes the logits of."""
 
     count: int
     chosen: int
+    size: int
 
 
 @dataclass(frozen=True, slots=True)

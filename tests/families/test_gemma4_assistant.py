@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.weights import Target, Weights
-from plait.errors import ConfigError, PlaitError, UnsupportedModel
+from plait.errors import ConfigError, MissingTensor, PlaitError, ShapeMismatch, UnsupportedModel
 from plait.families.gemma4_assistant import (
+    CENTROIDS,
     is_assistant,
     is_assistant_gguf,
     resolve_assistant,
@@ -22,6 +23,7 @@ from plait.families.resolve import resolve
 from plait.memory import block_groups
 from plait.model.assistant import AssistantHead, bind_layers
 from plait.model.decoder import Decoder
+from plait.model.layers.layers import LmHead
 from plait.runner.batches.inputs import build_batch
 from plait.runner.host.mtp_passes import go_on
 from plait.schedule.plan import Chunk, StepPlan
@@ -37,9 +39,17 @@ Made = tuple[AssistantOracle, Decoder, AssistantHead]
 
 
 def build(
-    oracle: AssistantOracle, *, lends: bool = True, file: str = "", **changes: Any
+    oracle: AssistantOracle,
+    *,
+    lends: bool = True,
+    file: str = "",
+    others: Mapping[str, Tensor | None] | None = None,
+    **changes: Any,
 ) -> tuple[Decoder, AssistantHead]:
-    """The model, and its head with these values in its config; of its text, where that has such a key."""
+    """The model, and its head with these values in its config; of its text, where that has such a key.
+
+    others: tensors that the head has in place of its own; None: it has none of that name.
+    """
     if file:
         metadata, stored = oracle.as_gguf(file == WHOLE_GGUF)
         assert is_assistant_gguf(metadata)
@@ -57,6 +67,7 @@ def build(
     model = resolve(described, shapes, read=tensors.__getitem__)
     lent = Weights(Memory(tensors), model.names, Target(CPU, torch.float32, LONGEST, model.spec.hidden_size))
     trunk = Decoder(model.spec, lent)
+    stored = {name: tensor for name, tensor in {**stored, **(others or {})}.items() if tensor is not None}
     own = Target(CPU, torch.float32, LONGEST, found.spec.hidden_size)
     weights = Weights(Memory(stored), found.names, own)
     head = AssistantHead(found.spec, weights, trunk if lends else None, model.spec, lent)
@@ -142,6 +153,57 @@ def test_heads_that_cannot_be_are_refused(
 ) -> None:
     with pytest.raises(UnsupportedModel, match=message):
         build(first, **changes)
+
+
+@pytest.fixture(scope="module")
+def clustered(tmp_path_factory: pytest.TempPathFactory) -> AssistantOracle:
+    return AssistantOracle("clusters", tmp_path_factory.mktemp("clustered"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"num_centroids": 7},
+            "num_centroids is 7 and centroid_intermediate_top_k is 5: 96 tokens are divided",
+        ),
+        ({"num_centroids": 0}, "num_centroids is 0 and"),
+        ({"num_centroids": None}, "num_centroids is 2048 and"),
+        ({"num_centroids": "many"}, "num_centroids is 'many' and"),
+        ({"num_centroids": True}, "num_centroids is True and"),
+        ({"centroid_intermediate_top_k": 13}, "centroid_intermediate_top_k is 13: 96 tokens"),
+        ({"centroid_intermediate_top_k": 0}, "centroid_intermediate_top_k is 0: 96 tokens"),
+        ({"use_ordered_embeddings": "yes"}, "use_ordered_embeddings = 'yes' is not implemented"),
+    ],
+)
+def test_clusters_that_cannot_be_are_refused(
+    clustered: AssistantOracle, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        build(clustered, **changes)
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        (torch.arange(96).clamp(max=94), "do not have each of 96 tokens once"),
+        (torch.arange(96) + 1, "do not have each of 96 tokens once"),
+        (torch.arange(96) - 96, "do not have each of 96 tokens once"),
+        (torch.arange(95), r"has shape \[95\], the model wants \[96\]"),
+    ],
+)
+def test_order_that_leaves_tokens_out_is_refused(
+    clustered: AssistantOracle, order: Tensor, message: str
+) -> None:
+    with pytest.raises(ShapeMismatch, match=message):
+        build(clustered, others={CENTROIDS[1]: order})
+
+
+def test_tensors_of_clusters_may_be_there_unused(clustered: AssistantOracle) -> None:
+    _, head = build(clustered, use_ordered_embeddings=False)
+    assert isinstance(head.head, LmHead)
+    with pytest.raises(MissingTensor, match=f"clusters.tokens wants '{CENTROIDS[1]}'"):
+        build(clustered, others={CENTROIDS[1]: None})
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from plait.runner.host.program import ProgramReplay
 from plait.runner.mtp_passes import EagerPasses
 from plait.schedule.drafts.turns import DraftRequest
 from plait.schedule.plan import Chunk, SamplingRow, StepPlan
+from plait.spec.draft_heads import AssistantSpec
 from tests.families import tiny
 from tests.families.assistant_oracle import VOCAB, WINDOW, AssistantOracle
 from tests.families.test_latent import write_gguf
@@ -49,6 +50,11 @@ def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> AssistantOracle:
     return AssistantOracle(NAMES[0], tmp_path_factory.mktemp("first"))
+
+
+@pytest.fixture(scope="module")
+def clustered(tmp_path_factory: pytest.TempPathFactory) -> AssistantOracle:
+    return AssistantOracle("clusters", tmp_path_factory.mktemp("clustered"))
 
 
 def load_pair(pair: AssistantOracle, **options: Any) -> Loaded:
@@ -98,12 +104,13 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], tuple[int, .
     return found
 
 
-@pytest.mark.parametrize("kind", ["whole", "in chunks", "GGUF"])
+@pytest.mark.parametrize("kind", ["whole", "in chunks", "GGUF", "clusters"])
 def test_drafts_in_an_engine_are_those_of_transformers(
-    first: AssistantOracle, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    first: AssistantOracle, clustered: AssistantOracle, kind: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """Of several sequences: behind prompts in one chunk and in several, wrong drafts, cached prefixes."""
-    found = watch(monkeypatch)
+    found, first = watch(monkeypatch), clustered if kind == "clusters" else first
     words = {**SIZES, "ops": "reference", "num_draft_tokens": 3}
     words |= {"max_num_batched_tokens": 5} if kind == "in chunks" else {}
     head = write_gguf(tmp_path / "head.gguf", *first.as_gguf()) if kind == "GGUF" else first.head_folder
@@ -213,13 +220,24 @@ def test_it_has_no_turns_and_no_startup_image(loaded: Loaded) -> None:
     )
 
 
-def test_packed_weights_of_a_head_are_kept_by_its_own_files(first: AssistantOracle, tmp_path: Path) -> None:
+def test_packed_weights_of_a_head_are_kept_by_its_own_files(
+    published: AssistantOracle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of clusters, too: the second startup drafts with what the first one packed."""
     words = {**SIZES, "packed_cache": str(tmp_path), "startup_image": "off"}
+    params, made = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True), list[dict[Any, Any]]()
+    found = watch(monkeypatch)
     for said in ("written to", "are kept in"):
-        with LLM(str(first.model_folder), speculate=str(first.head_folder), **words) as llm:
+        found.clear()
+        with LLM(str(published.model_folder), speculate=str(published.head_folder), **words) as llm:
             lines = llm.keep_packed(1 << 30).splitlines()
+            llm.generate([[3, 4, 5, 6, 7]], params)
         assert len(lines) == 2
         assert all(said in line for line in lines)
+        made.append({tuple(ids): draft for ids, draft in found})
+    common = made[0].keys() & made[1].keys()
+    assert common
+    assert all(a == b for ids in common for a, b in zip(made[0][ids], made[1][ids], strict=False))
 
 
 def test_a_gpu_tries_what_a_head_binds(published: AssistantOracle) -> None:
@@ -227,7 +245,8 @@ def test_a_gpu_tries_what_a_head_binds(published: AssistantOracle) -> None:
     opened = open_model(str(published.model_folder), config)
     draft = open_draft(config, opened.resolved.spec, None)
     spec = find_spec(draft)
-    assert spec is not None
+    assert isinstance(spec, AssistantSpec)
     tried = list_head_ops(draft, spec, opened).keys()
     assert {"embed", "join", "paged_attention", "linear", "rms_norm"} <= tried
+    assert ({"route", "spread_heads", "scatter_logits"} <= tried) == (spec.clusters is not None)
     assert tried < REGISTRY.keys()

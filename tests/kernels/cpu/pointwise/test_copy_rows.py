@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from plait.errors import ShapeMismatch
-from plait.kernels.cpu.pointwise.copy_rows import _join, _pick_columns, _take_rows
+from plait.kernels.cpu.pointwise.copy_rows import _join, _pick_columns, _scatter_logits, _take_rows
 
 SIZES = (1, 7, 15, 16, 17, 100)
+LISTED = torch.arange(16).view(2, 8)  # tokens of clusters
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -39,6 +40,24 @@ def test_columns_that_are_not_there_are_endless(cpu: Any, n: int) -> None:
         assert torch.equal(made[:, c], wanted)
 
 
+@pytest.mark.parametrize(("k", "n"), [(1, 1), (3, 5), (7, 16)])
+def test_logits_of_clusters_lie_where_their_tokens_are(cpu: Any, k: int, n: int) -> None:
+    """With what was in memory before: a recording for more rows is run for fewer of them."""
+    x, tokens = torch.randn(9, k, n), torch.randperm(7 * n).view(7, n)
+    index = torch.zeros(9, k, dtype=torch.int64)
+    with cpu.record(tokens=64, logits=9) as program:
+        made = _scatter_logits(cpu, x, index, tokens)
+    for rows in (9, 2):
+        index.copy_(torch.rand(9, 7).topk(k, -1).indices)
+        made.fill_(5.0)
+        cpu.run(program, tokens=5, logits=rows, seqs=rows)
+        for row in range(rows):
+            wanted = torch.full((7 * n,), float("-inf"))
+            wanted[tokens[index[row]].flatten()] = x[row].flatten()
+            assert torch.equal(made[row], wanted)
+        assert torch.all(made[rows:] == 5.0)
+
+
 def test_a_recording_takes_what_the_index_says_by_then(cpu: Any) -> None:
     x, index = torch.randn(64, 33), torch.zeros(65, dtype=torch.int64)
     with cpu.record(tokens=64, logits=65) as program:
@@ -63,6 +82,9 @@ def test_what_a_kernel_would_misread_is_refused(cpu: Any) -> None:
         lambda: _join(cpu, x, x.T),
         lambda: _pick_columns(cpu, x, torch.zeros(2, dtype=torch.int32)),
         lambda: _pick_columns(cpu, x.T, torch.zeros(2, dtype=torch.int64)),
+        lambda: _scatter_logits(cpu, x[:, None], torch.zeros(4, 2, dtype=torch.int64), LISTED),
+        lambda: _scatter_logits(cpu, x[:, None], torch.zeros(4, 1, dtype=torch.int32), LISTED),
+        lambda: _scatter_logits(cpu, x[:, None], torch.zeros(4, 1, dtype=torch.int64), LISTED[:, ::2]),
     ):
         with pytest.raises(ShapeMismatch):
             call()
