@@ -30,7 +30,7 @@ CAPS = {
     "engine": 2_670,
     "families": 21_700,
     "frontend": 1_680,
-    "kernels": 34_600,
+    "kernels": 34_700,
     "llm": 630,
     "loading": 6_950,
     "model": 6_850,
