@@ -86,9 +86,10 @@ collect_heads.variant(ONE_FORM, on="cuda", when=_why_not_one)(StackedHeads(pack,
 @with_float16
 @with_float32
 def forms() -> Iterator[KernelForm]:
-    """JetMoe's queries and outputs by slots. Products by groups are forms of `grouped_experts`."""
-    for what, k in (("queries", 2), ("outputs", 1)):
-        is_biased = what == "outputs"
-        constants, fields = split_options(up_tile(2048, is_biased))
+    """JetMoe's queries and outputs by slots, and clusters of an assistant's tokens. Products by groups are
+    forms of `grouped_experts`."""
+    for what, k, n_in in (("jetmoe queries", 2, 2048), ("jetmoe outputs", 1, 2048), ("clusters", 32, 256)):
+        is_biased = what == "jetmoe outputs"
+        constants, fields = split_options(up_tile(n_in, is_biased))
         constants |= {"K": k, "KIND": "", "GATED": False, "BIASED": is_biased, "PICKED": False}
-        yield KernelForm(f"expert_up, jetmoe {what}", expert_up, TYPES, constants, **fields, demands=WIDE)
+        yield KernelForm(f"expert_up, {what}", expert_up, TYPES, constants, **fields, demands=WIDE)
