@@ -235,9 +235,31 @@ def test_packed_weights_of_a_head_are_kept_by_its_own_files(
         assert len(lines) == 2
         assert all(said in line for line in lines)
         made.append({tuple(ids): draft for ids, draft in found})
-    common = made[0].keys() & made[1].keys()
+    compare_drafts(*made)
+
+
+def test_all_clusters_of_a_gguf_file_draft_as_a_file_without_them(
+    clustered: AssistantOracle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file has their tensors and not how many are chosen: as many as usual, here all that there are."""
+    found, made = watch(monkeypatch), list[dict[Any, Any]]()
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    for has_centroids in (False, True):
+        found.clear()
+        head = write_gguf(tmp_path / f"{has_centroids}.gguf", *clustered.as_gguf(has_centroids))
+        with LLM(str(clustered.model_folder), speculate=head, **SIZES) as llm:
+            llm.generate([[3, 4, 5, 6, 7]], params)
+            passes = llm.front.loop.engine.speculation.proposer.passes  # type: ignore[attr-defined]
+            assert isinstance(passes, HostPasses)
+        made.append({tuple(ids): draft for ids, draft in found})
+    compare_drafts(*made)
+
+
+def compare_drafts(one: dict[Any, Any], other: dict[Any, Any]) -> None:
+    """Behind equal tokens drafts are equal, as far as both go."""
+    common = one.keys() & other.keys()
     assert common
-    assert all(a == b for ids in common for a, b in zip(made[0][ids], made[1][ids], strict=False))
+    assert all(a == b for ids in common for a, b in zip(one[ids], other[ids], strict=False))
 
 
 def test_a_gpu_tries_what_a_head_binds(published: AssistantOracle) -> None:
