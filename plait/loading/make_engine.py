@@ -81,6 +81,7 @@ def make_engine(
             spent=time.thread_time if is_host and sys.platform != "win32" else time.perf_counter,
             governor=DraftGovernor(lengths),
             is_even=is_even,
+            keeps_replies=config.prefix_cache,
         )
     longest = sizing.max_model_len
     engine = Engine(

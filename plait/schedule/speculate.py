@@ -11,7 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from msgspec import Struct, field
 
@@ -38,6 +38,14 @@ class Proposer(Protocol):
 
     def propose(self, wanted: Sequence[DraftRequest]) -> Mapping[int, tuple[int, ...]]: ...
     def forget(self, seq_id: int) -> None: ...
+
+
+@runtime_checkable
+class MatchingProposer(Proposer, Protocol):
+    """One that drafts from text that there was, and knows how much of it was the same so far."""
+
+    def is_sure(self, one: DraftRequest) -> bool: ...
+    def keep(self, salt: str, reply: Sequence[int]) -> None: ...
 
 
 class _Record(Struct):
@@ -73,7 +81,7 @@ class _Candidate(Struct):
     def request(self, length: int) -> DraftRequest:
         """Requests a draft of this length."""
         seq = self.seq
-        return DraftRequest(seq.id, seq.token_ids, length, seq.params, seq.seed)
+        return DraftRequest(seq.id, seq.token_ids, length, seq.params, seq.seed, seq.cache_salt)
 
     def outlook(self, length: int, *, replays: bool) -> _Outlook:
         """What a draft of this length brings and costs in a step.
@@ -115,6 +123,8 @@ class Speculation(Struct):
 
     The `governor` has the last word: it compares what tokens really cost with drafts and without. `is_even`:
     it also chooses the length, the same for all sequences (a head is about as often right in all of them).
+    A sequence with a draft that its proposer is sure of gets it all the same, but while costs are compared.
+    `keeps_replies`: later sequences may be drafted from replies that are complete.
     """
 
     proposer: Proposer
@@ -126,6 +136,7 @@ class Speculation(Struct):
     on_rest: Callable[[bool], None] = field(default=lambda is_resting: None)
     governor: DraftGovernor | None = None
     is_even: bool = False
+    keeps_replies: bool = True
     is_resting: bool = False  # whether there are no drafts for now: steps may be planned ahead
     error: Exception | None = None
     num_drafted: int = 0
@@ -135,6 +146,10 @@ class Speculation(Struct):
     _count: int = 0  # sequences that could have drafts in the last plan: the load that the governor chose for
     _records: dict[int, _Record] = field(default_factory=dict)
     _overall: _Record = field(default_factory=lambda: _Record(4.0, 8.0))
+    _sure: _Record = field(
+        default_factory=lambda: _Record(7.0, 8.0)
+    )  # of drafts that the proposer is sure of
+    _sure_ids: set[int] = field(default_factory=set)  # sequences that had one in the last plan
     _proposing: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))  # s per token
 
     def drafts(self, sequences: Sequence[TokenSequence], num_rows: int) -> Mapping[int, tuple[int, ...]]:
@@ -145,11 +160,12 @@ class Speculation(Struct):
         count = self._count = len(sequences)
         most = self.governor.choose(count) if self.governor else self.num_draft_tokens
         self._is_measuring = self.governor is not None and self.governor.is_measuring(count)
+        self._sure_ids = set()
         if self.is_resting != (is_resting := most == 0 or self.error is not None):
             self.is_resting = is_resting
             self.on_rest(is_resting)
         if is_resting:
-            return {}
+            return self._propose_sure(sequences, num_rows)
         candidates = [candidate for seq in sequences if (candidate := self._candidate(seq))]
         if self.is_even:
             return self._propose([candidate.request(min(most, candidate.limit)) for candidate in candidates])
@@ -178,13 +194,15 @@ class Speculation(Struct):
         if not self.is_resting or self.governor is None or self.governor.choose(count):
             return False
         self._is_measuring = self.governor.is_measuring(count)
-        return all(seq.guide is None for seq in drafting)
+        return all(seq.guide is None and not self._is_sure(seq) for seq in drafting)
 
     def observe(self, seq_id: int, drafted: int, accepted: int) -> None:
         """Record that a step checked `drafted` tokens of a sequence's draft and accepted `accepted`."""
         self.num_drafted += drafted
         self.num_accepted += accepted
         self._overall.observe(drafted, accepted, OVERALL_DECAY)
+        if seq_id in self._sure_ids:
+            self._sure.observe(drafted, accepted, OVERALL_DECAY)
         if (record := self._records.get(seq_id)) is None:
             return
         record.observe(drafted, accepted, DECAY)
@@ -205,10 +223,35 @@ class Speculation(Struct):
         """Whether the governor compares what plans with these drafts cost with those without."""
         return bool(drafts) and self.governor is not None and self.governor.is_comparing(self._count)
 
-    def forget(self, seq_id: int) -> None:
-        """Forget a sequence that has ended."""
-        self._records.pop(seq_id, None)
-        self.proposer.forget(seq_id)
+    def forget(self, seq: TokenSequence) -> None:
+        """Forget a sequence that has ended; later ones may be drafted from its reply."""
+        self._records.pop(seq.id, None)
+        self._sure_ids.discard(seq.id)
+        self.proposer.forget(seq.id)
+        if self.keeps_replies and isinstance(self.proposer, MatchingProposer):
+            self.proposer.keep(seq.cache_salt, seq.token_ids[seq.prompt_len :])
+
+    def _is_sure(self, seq: TokenSequence) -> bool:
+        """Whether a sequence is to have a draft though there are none for now."""
+        if self._is_measuring or self.error is not None or not isinstance(self.proposer, MatchingProposer):
+            return False
+        limit = min(self.num_draft_tokens, seq.max_len - seq.num_tokens - 1)
+        request = DraftRequest(seq.id, seq.token_ids, limit, seq.params, seq.seed, seq.cache_salt)
+        try:
+            return limit >= 1 and self.proposer.is_sure(request)
+        except Exception as error:
+            self._end_with(error)
+            return False
+
+    def _propose_sure(self, sequences: Sequence[TokenSequence], num_rows: int) -> dict[int, tuple[int, ...]]:
+        """Drafts of which the proposer is sure, as long as they pay if as often right as the last ones."""
+        chosen = [one for seq in sequences if self._is_sure(seq) and (one := self._candidate(seq))]
+        for one in chosen:
+            one.record = self._sure
+        self._choose(chosen, _Outlook(float(len(sequences)), float(num_rows), 0.0))
+        found = self._propose([one.request(one.length) for one in chosen if one.length])
+        self._sure_ids = {*found}
+        return found
 
     def _candidate(self, seq: TokenSequence) -> _Candidate | None:
         """The sequence as a candidate; None if it needs only one more token, which a step brings anyway."""
@@ -290,6 +333,11 @@ class Speculation(Struct):
         """Seconds that one draft token takes, for all sequences side by side."""
         return median(self._proposing) if self._proposing else 0.0
 
+    def _end_with(self, error: Exception) -> None:
+        self.error = error
+        text = f"{type(error).__name__}: {error}"
+        log.warning("speculation is off from now on, replies go on without it: %s", text)
+
     def _propose(self, wanted: Sequence[DraftRequest]) -> dict[int, tuple[int, ...]]:
         if not wanted:
             return {}
@@ -297,9 +345,7 @@ class Speculation(Struct):
         try:
             found = self.proposer.propose(wanted)
         except Exception as error:
-            self.error = error
-            text = f"{type(error).__name__}: {error}"
-            log.warning("speculation is off from now on, replies go on without it: %s", text)
+            self._end_with(error)
             return {}
         drafts = {w.seq_id: tuple(found.get(w.seq_id, ())[: w.limit]) for w in wanted}
         if longest := max(map(len, drafts.values())):

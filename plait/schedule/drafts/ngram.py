@@ -1,4 +1,4 @@
-"""Prompt lookup: drafts from what followed the last tokens earlier in the same sequence."""
+"""Prompt lookup: drafts from what followed the last tokens earlier in a sequence, or in earlier replies."""
 
 from __future__ import annotations
 
@@ -6,35 +6,54 @@ from array import array
 from collections.abc import Mapping, Sequence
 from itertools import cycle, islice
 
+from plait.schedule.drafts.replies import LONGEST, EarlierReplies
 from plait.schedule.drafts.turns import DraftRequest
 
-LONGEST = 4  # the most tokens of a match that are compared; the fewest are two
 MOST_MATCHES = 64  # places that are compared, the last ones first
+SURE = 12  # tokens of a match behind which text nearly always goes on as it did
 
 
 class NgramProposer:
-    """Prompt lookup (Saxena 2023): drafts what followed the last tokens earlier in this sequence.
+    """Prompt lookup (Saxena 2023): drafts what followed the last tokens earlier in this sequence, or in an
+    earlier reply with the same salt (as SuffixDecoding does; Oliaro et al. 2025).
 
-    The longest match of at most `LONGEST` tokens counts, then the last. A step costs the tokens new in it.
+    The longest match of at most `LONGEST` tokens counts, then that in the sequence, then the last. A step
+    costs the tokens new in it.
     """
 
     def __init__(self) -> None:
         self._indexes: dict[int, _Index] = {}
+        self._replies = EarlierReplies()
 
     def propose(self, wanted: Sequence[DraftRequest]) -> Mapping[int, tuple[int, ...]]:
-        """Drafts for the sequences in which the last two tokens appeared together before."""
-        found = {}
-        for one in wanted:
-            index = self._indexes.get(one.seq_id)
-            if index is None or not index.is_about(one.token_ids):
-                index = self._indexes[one.seq_id] = _Index()
-            index.extend(one.token_ids)
-            if start := index.match(one.token_ids):
-                found[one.seq_id] = _continue_tokens(one.token_ids, start, one.limit)
-        return found
+        """Drafts for the sequences in which the last two tokens appeared together before, or the last four
+        in a reply."""
+        drafts = ((one.seq_id, self._match(one)[0]) for one in wanted)
+        return {seq_id: draft for seq_id, draft in drafts if draft}
+
+    def is_sure(self, one: DraftRequest) -> bool:
+        """Whether there is a draft behind a match so long that it is probably right."""
+        draft, length = self._match(one)
+        return length >= SURE and bool(draft)
+
+    def keep(self, salt: str, reply: Sequence[int]) -> None:
+        """Draft from a reply that is complete, too, for sequences with this salt."""
+        self._replies.keep(salt, reply)
 
     def forget(self, seq_id: int) -> None:
         self._indexes.pop(seq_id, None)
+
+    def _match(self, one: DraftRequest) -> tuple[tuple[int, ...], int]:
+        """(a draft, how many tokens before it were the same there)."""
+        index = self._indexes.get(one.seq_id)
+        if index is None or not index.is_about(one.token_ids):
+            index = self._indexes[one.seq_id] = _Index()
+        index.extend(one.token_ids)
+        start, length = index.match(one.token_ids)
+        draft, longer = self._replies.match(one.salt, one.token_ids, one.limit)
+        if draft and longer > length:
+            return draft, longer
+        return (_continue_tokens(one.token_ids, start, one.limit) if start else ()), length
 
 
 class _Index:
@@ -60,10 +79,10 @@ class _Index:
             self._last[pair] = place
         self._token = tokens[len(self._before) - 1] if len(tokens) >= len(self._before) else -1
 
-    def match(self, tokens: Sequence[int]) -> int:
-        """The place that follows the best match of the last tokens; 0: there is none."""
+    def match(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """(the place that follows the best match of the last tokens, its length); zeros: there is none."""
         if len(tokens) < 2:
-            return 0
+            return 0, 0
         best, longest = 0, 0
         place = self._last.get(tokens[-2] << 32 | tokens[-1], 0)
         for _ in range(MOST_MATCHES):
@@ -75,7 +94,7 @@ class _Index:
             if length > longest:
                 best, longest = place, length
             place = self._before[place]
-        return best
+        return best, longest
 
 
 def _continue_tokens(tokens: Sequence[int], start: int, count: int) -> tuple[int, ...]:

@@ -40,13 +40,17 @@ class TurnsEnd(Struct, frozen=True, gc=False):
 
 
 class DraftRequest(Struct, frozen=True):
-    """Requests up to `limit` draft tokens after `token_ids` (read only), drawn by `params` and `seed`."""
+    """Requests up to `limit` draft tokens after `token_ids` (read only), drawn by `params` and `seed`.
+
+    `salt`: what other sequences wrote may be read where it is the same.
+    """
 
     seq_id: int
     token_ids: Sequence[int]
     limit: int
     params: SamplingParams
     seed: int
+    salt: str = ""
 
 
 def count_decodes(num_steps: int, stops: Collection[int], found: Sequence[Sequence[int]]) -> int:

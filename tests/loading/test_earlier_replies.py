@@ -1,0 +1,59 @@
+"""Drafts from earlier replies in a whole engine: the text is the same, and salts and options are kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from plait import LLM, SamplingParams
+from plait.schedule.drafts.ngram import NgramProposer
+from tests.families import tiny
+
+SIZES: dict[str, Any] = {"device": "cpu", "threads": 1, "max_model_len": 128, "max_num_seqs": 4}
+PROMPTS = [[3, 4, 5, 6, 7, 8], [9, 1, 2]]
+ENOUGH = 60
+PARAMS = SamplingParams(temperature=0.9, seed=5, max_tokens=100, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("llama")
+    tiny.write("llama", folder)
+    return str(folder)
+
+
+def run(model: str, **options: Any) -> tuple[list[list[int]], int, NgramProposer | None]:
+    """Replies to the same prompts, several times; draft tokens that were right later; what drafted.
+
+    While costs are compared some windows have no drafts, so not every time has: up to twelve times.
+    """
+    with LLM(model, **SIZES, **options) as llm:
+        found = [list(out.outputs[0].token_ids) for out in llm.generate(PROMPTS, PARAMS)]
+        speculation = llm.front.loop.engine.speculation  # type: ignore[attr-defined]
+        before = speculation.num_accepted if speculation else 0
+        for _ in range(11 if speculation else 1):
+            found += [list(out.outputs[0].token_ids) for out in llm.generate(PROMPTS, PARAMS)]
+            if speculation and speculation.num_accepted - before >= ENOUGH:
+                break
+        if speculation is None:
+            return found, 0, None
+        assert speculation.error is None
+        return found, speculation.num_accepted - before, speculation.proposer
+
+
+def test_a_reply_that_was_there_is_drafted_again(model: str) -> None:
+    """Drawn replies of random weights: nothing repeats itself but the reply."""
+    plain, _, _ = run(model)
+    found, accepted, proposer = run(model, speculate="ngram")
+    assert found == len(found) // 2 * plain[:2]
+    assert accepted >= ENOUGH
+    assert proposer is not None
+    assert proposer._replies.match("", found[0][:6], 3)[0] == tuple(found[0][6:9])
+
+
+def test_without_a_prefix_cache_no_reply_is_kept(model: str) -> None:
+    _, accepted, proposer = run(model, speculate="ngram", prefix_cache=False)
+    assert accepted < ENOUGH
+    assert proposer is not None
+    assert not proposer._replies._rings
