@@ -8,11 +8,12 @@ import pytest
 
 from plait import LLM, SamplingParams
 from plait.schedule.drafts.ngram import NgramProposer
+from plait.verify.matrix import CheapRows
 from tests.families import tiny
 
 SIZES: dict[str, Any] = {"device": "cpu", "threads": 1, "max_model_len": 128, "max_num_seqs": 4}
 PROMPTS = [[3, 4, 5, 6, 7, 8], [9, 1, 2]]
-ENOUGH = 60
+ENOUGH = 120  # of 200 tokens
 PARAMS = SamplingParams(temperature=0.9, seed=5, max_tokens=100, ignore_eos=True)
 
 
@@ -24,18 +25,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def run(model: str, **options: Any) -> tuple[list[list[int]], int, NgramProposer | None]:
-    """Replies to the same prompts, several times; draft tokens that were right later; what drafted.
+    """Replies to the same prompts, twice; draft tokens that were right the second time; what drafted.
 
-    While costs are compared some windows have no drafts, so not every time has: up to twelve times.
+    Drafts are made whether they pay or not.
     """
     with LLM(model, **SIZES, **options) as llm:
-        found = [list(out.outputs[0].token_ids) for out in llm.generate(PROMPTS, PARAMS)]
         speculation = llm.front.loop.engine.speculation  # type: ignore[attr-defined]
+        if speculation:
+            speculation.costs, speculation.governor = CheapRows(), None
+        found = [list(out.outputs[0].token_ids) for out in llm.generate(PROMPTS, PARAMS)]
         before = speculation.num_accepted if speculation else 0
-        for _ in range(11 if speculation else 1):
-            found += [list(out.outputs[0].token_ids) for out in llm.generate(PROMPTS, PARAMS)]
-            if speculation and speculation.num_accepted - before >= ENOUGH:
-                break
+        found += [list(out.outputs[0].token_ids) for out in llm.generate(PROMPTS, PARAMS)]
         if speculation is None:
             return found, 0, None
         assert speculation.error is None
@@ -46,7 +46,8 @@ def test_a_reply_that_was_there_is_drafted_again(model: str) -> None:
     """Drawn replies of random weights: nothing repeats itself but the reply."""
     plain, _, _ = run(model)
     found, accepted, proposer = run(model, speculate="ngram")
-    assert found == len(found) // 2 * plain[:2]
+    assert found == plain
+    assert found[:2] == found[2:]
     assert accepted >= ENOUGH
     assert proposer is not None
     assert proposer._replies.match("", found[0][:6], 3)[0] == tuple(found[0][6:9])
