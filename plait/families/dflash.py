@@ -60,6 +60,7 @@ def resolve_dflash(config: Mapping[str, object] | None, shapes: Shapes) -> Resol
     with blame_config():
         flat = flatten_head(config or {})
         own = _take_own(flat)
+        own.setdefault("swa_window_size", (config or {}).get("sliding_window"))  # of `use_swa`
         check_named(flat)
         check_body(flat)
         c = normalize(flat, {**QWEN, **DEFAULTS}, ("sliding_window",))

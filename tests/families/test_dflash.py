@@ -23,6 +23,7 @@ from plait.model.token_conv import BlockRows
 from plait.runner.batches.inputs import build_batch
 from plait.runner.host.block_passes import BlockForm, plan_blocks
 from plait.schedule.plan import Chunk, StepPlan
+from plait.spec.attention import BlockAttentionSpec
 from plait.spec.draft_heads import DFlashSpec
 from plait.state.store import StateStore
 from tests.families import tiny
@@ -201,6 +202,15 @@ def test_no_value_of_a_gguf_file_raises_another_error(name: str, tmp_path: Path)
 def test_head_of_another_model_is_refused(changes: dict[str, object], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         build_head(DFlashOracle("z-lab", tmp_path), **changes)
+
+
+def test_every_layer_may_have_a_window(tmp_path: Path) -> None:
+    """MiMo's heads: all rows of a block see each other, and a window of the text."""
+    oracle = DFlashOracle("z-lab", tmp_path)
+    for changes in ({"sliding_window": 9}, {"dflash_config": {**OWN, "swa_window_size": 9}}):
+        spec, _ = describe(oracle, use_swa=True, **changes)
+        mixers = [*spec.mixers_of(BlockAttentionSpec)]
+        assert [(m.window, m.sees_ahead) for m in mixers] == [(9, True)] * 2
 
 
 def test_a_mask_may_be_the_first_token(tmp_path: Path) -> None:
