@@ -44,6 +44,16 @@ def find_first_layer(shapes: Shapes) -> tuple[str, str] | None:
     return next((one for one in places if f"{''.join(one)}.hidden_norm.weight" in shapes), None)
 
 
+def refuse_first_eagles(shapes: Shapes) -> None:
+    """Raises UnsupportedModel for a head of EAGLE 1 or 2: many of their configs say that it is a Llama."""
+    for prefix in PREFIXES:
+        rows, columns = (*shapes.get(f"{prefix}fc.weight", ()), 0, 0)[:2]
+        if rows and columns == 2 * rows and f"{prefix}layers.0.self_attn.q_proj.weight" in shapes:
+            raise UnsupportedModel(
+                "it is a head of EAGLE 1 or 2, which is not implemented; those of EAGLE-3 and DFlash are"
+            )
+
+
 def resolve_eagle(config: Mapping[str, object] | None, shapes: Shapes) -> Resolved:
     """What an EAGLE-3 head is. Its spec is an `EagleSpec`. Raises UnsupportedModel.
 

@@ -29,7 +29,13 @@ from plait.families.common.resolved import Resolved
 from plait.families.config.normalize import IncompleteConfig
 from plait.families.dflash import is_dflash_gguf, resolve_dflash, resolve_dflash_gguf
 from plait.families.dflash_names import find_prefix
-from plait.families.eagle import find_first_layer, is_eagle_gguf, resolve_eagle, resolve_eagle_gguf
+from plait.families.eagle import (
+    find_first_layer,
+    is_eagle_gguf,
+    refuse_first_eagles,
+    resolve_eagle,
+    resolve_eagle_gguf,
+)
 from plait.families.gemma4_assistant import (
     is_assistant,
     is_assistant_gguf,
@@ -296,6 +302,7 @@ def _resolve(
             return resolve_eagle(raw, shapes)
         if metadata is None and find_prefix(shapes) is not None:
             return resolve_dflash(raw, shapes)
+        refuse_first_eagles(shapes)
         if metadata is None and raw is not None and is_assistant(raw):
             return resolve_assistant(raw)
         found = resolve(

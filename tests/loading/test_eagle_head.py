@@ -175,6 +175,18 @@ def test_a_tensor_that_a_head_does_not_use_is_refused(first: Published, tmp_path
         load(str(first.model), EngineConfig(speculate=str(tmp_path), **SIZES))
 
 
+def test_a_head_of_the_first_eagles_is_refused_by_name(first: Published, tmp_path: Path) -> None:
+    """It says that it is a Llama of one layer."""
+    names = ("layers.0.self_attn.q_proj.weight", "layers.0.mlp.up_proj.weight")
+    tensors = {"fc.weight": torch.ones(32, 64), **{name: torch.ones(32, 32) for name in names}}
+    tiny.save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(
+        json.dumps({**first.oracle.config, "architectures": ["LlamaForCausalLM"]})
+    )
+    with pytest.raises(UnsupportedModel, match="a head of EAGLE 1 or 2, which is not implemented"):
+        load(str(first.model), EngineConfig(speculate=str(tmp_path), **SIZES))
+
+
 def test_a_gpu_tries_what_a_head_binds(published: Published) -> None:
     config = EngineConfig(speculate=str(published.head), **SIZES)
     opened = open_model(str(published.model), config)
