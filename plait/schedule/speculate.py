@@ -144,6 +144,7 @@ class Speculation(Struct):
     _num_put_off: int = 0
     _is_measuring: bool = False
     _count: int = 0  # sequences that could have drafts in the last plan: the load that the governor chose for
+    _matching: MatchingProposer | None = None  # the proposer, if it is one
     _records: dict[int, _Record] = field(default_factory=dict)
     _overall: _Record = field(default_factory=lambda: _Record(4.0, 8.0))
     _sure: _Record = field(
@@ -151,6 +152,10 @@ class Speculation(Struct):
     )  # of drafts that the proposer is sure of
     _sure_ids: set[int] = field(default_factory=set)  # sequences that had one in the last plan
     _proposing: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))  # s per token
+
+    def __post_init__(self) -> None:
+        if isinstance(self.proposer, MatchingProposer):
+            self._matching = self.proposer
 
     def drafts(self, sequences: Sequence[TokenSequence], num_rows: int) -> Mapping[int, tuple[int, ...]]:
         """Drafts by sequence id for a step that computes `num_rows` tokens without them.
@@ -228,17 +233,17 @@ class Speculation(Struct):
         self._records.pop(seq.id, None)
         self._sure_ids.discard(seq.id)
         self.proposer.forget(seq.id)
-        if self.keeps_replies and isinstance(self.proposer, MatchingProposer):
-            self.proposer.keep(seq.cache_salt, seq.token_ids[seq.prompt_len :])
+        if self.keeps_replies and self._matching:
+            self._matching.keep(seq.cache_salt, seq.token_ids[seq.prompt_len :])
 
     def _is_sure(self, seq: TokenSequence) -> bool:
         """Whether a sequence is to have a draft though there are none for now."""
-        if self._is_measuring or self.error is not None or not isinstance(self.proposer, MatchingProposer):
+        if self._matching is None or self._is_measuring or self.error is not None:
             return False
         limit = min(self.num_draft_tokens, seq.max_len - seq.num_tokens - 1)
         request = DraftRequest(seq.id, seq.token_ids, limit, seq.params, seq.seed, seq.cache_salt)
         try:
-            return limit >= 1 and self.proposer.is_sure(request)
+            return limit >= 1 and self._matching.is_sure(request)
         except Exception as error:
             self._end_with(error)
             return False

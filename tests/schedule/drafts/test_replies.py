@@ -149,7 +149,7 @@ def test_a_proposer_that_fails_when_it_is_sure_is_not_called_again() -> None:
             raise RuntimeError("broken")
 
     speculation = resting()
-    speculation.proposer = Broken()
+    speculation._matching = Broken()
     seq = sequence(3, [5, 6], 2)
     assert speculation.rests([seq])
     assert isinstance(speculation.error, RuntimeError)
