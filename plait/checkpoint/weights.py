@@ -365,7 +365,7 @@ class Weights:
         left = (n for n in self.checkpoint.names() if n not in self._used)
         return sorted(n for n in left if not (ignored and ignored.search(n)))
 
-    def check_all_used(self) -> None:
+    def check_all_used(self, *, logs: bool = True) -> None:
         """To be called when the model is built; it also logs what was encoded.
 
         Raises UnusedTensor: a tensor left over means the model built is not the one in the file.
@@ -375,7 +375,8 @@ class Weights:
                 f"the model does not use {len(left)} tensor(s) of the checkpoint: {list_some(left, 8)}. "
                 "Either the architecture was detected wrongly (see `plait info`) or the family is incomplete."
             )
-        log_encoded(self.target.quantize, self.target.encoded)
+        if logs:
+            log_encoded(self.target.quantize, self.target.encoded)
 
     def _full(self, name: str) -> str:
         return f"{self.prefix}.{name}" if self.prefix else name

@@ -12,6 +12,7 @@ from plait.errors import OutOfMemory
 from plait.memory import PagedState, SlotState, State, block_groups, has_slots
 from plait.runner.host.draft_memory import DraftMemory
 from plait.runner.host.mtp import MOST_KEPT
+from plait.schedule.drafts.turns import MOST_DRAFTED
 
 log = logging.getLogger("plait")
 SHARE = 4  # the state of drafts takes at most this part of what the state of sequences may
@@ -71,7 +72,7 @@ def plan_head_places(
             "for no more; `plait warmup` makes another",
             places,
         )
-    step = max(MOST_KEPT, places * (1 + config.num_draft_tokens))
+    step = max(MOST_KEPT, places * (1 + min(config.num_draft_tokens, MOST_DRAFTED)))
     return replace(memory, num_places=places, max_step_len=step)
 
 

@@ -6,7 +6,7 @@ which have an architecture of their own. Tensors show what a checkpoint is: many
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 
 from torch import Tensor
@@ -20,7 +20,15 @@ from plait.families.config.checks import blame_config, check_named, check_spec
 from plait.families.config.normalize import FULL, SLIDING, Config, normalize
 from plait.families.detect.detect import Shapes
 from plait.families.dflash_names import TABLE, UNUSED, Found, find_prefix, name_gguf_tensors, name_tensors
-from plait.families.eagle import ARCHITECTURE, OF_TRAINING, check_body, flatten_head, is_set
+from plait.families.eagle import (
+    ARCHITECTURE,
+    OF_TRAINING,
+    blame_keys,
+    check_body,
+    count_tokens,
+    flatten_head,
+    is_set,
+)
 from plait.families.gguf.config import gguf_config
 from plait.families.gguf.names import ROPE_TABLES
 from plait.families.llama import QWEN, dense
@@ -56,11 +64,12 @@ def resolve_dflash(config: Mapping[str, object] | None, shapes: Shapes) -> Resol
 
     config: its config.json; shapes: every tensor, rows first.
     """
-    found = Found.of(shapes, find_prefix(shapes) or "")
     with blame_config():
+        found = Found.of(shapes, find_prefix(shapes) or "")
         flat = flatten_head(config or {})
         own = _take_own(flat)
-        own.setdefault("swa_window_size", (config or {}).get("sliding_window"))  # of `use_swa`
+        if (length := (config or {}).get("sliding_window")) is not None:  # of `use_swa`
+            own.setdefault("swa_window_size", length)
         check_named(flat)
         check_body(flat)
         c = normalize(flat, {**QWEN, **DEFAULTS}, ("sliding_window",))
@@ -87,13 +96,13 @@ def resolve_dflash_gguf(
     part = {key.removeprefix(f"{GGUF}."): metadata[key] for key in metadata if key.startswith(f"{GGUF}.")}
     own = {ours: part.pop(theirs) for theirs, ours in GGUF_KEYS.items() if theirs in part}
     part.pop("has_confidence_head", None)
-    own["mask_token_id"] = metadata.get("tokenizer.ggml.mask_token_id")
+    if (mask := metadata.get("tokenizer.ggml.mask_token_id")) is not None:
+        own["mask_token_id"] = mask
     windows = part.pop("attention.sliding_window_pattern", None)
     own["sliding_window_non_causal"] = isinstance(windows, list | tuple) and all(windows)  # `use_swa`
     body = {f"qwen3.{key}": value for key, value in part.items()} | {ARCHITECTURE: "qwen3"}
-    with blame_config("the metadata"):
-        tokens = metadata.get("tokenizer.ggml.tokens")
-        size = int(str(part.get("vocab_size") or (len(tokens) if isinstance(tokens, Sized) else 0)))
+    with blame_config("the metadata"), blame_keys("qwen3", GGUF):
+        size = count_tokens(metadata, GGUF)
         flat, why = gguf_config(body, {**shapes, TABLE: (size, 0)}, read)
         flat |= _windows(windows)
         c = normalize(flat, {**QWEN, **DEFAULTS}, ("sliding_window",))
@@ -116,10 +125,11 @@ def _windows(pattern: object) -> dict[str, object]:
 
 
 def _take_own(flat: Config) -> Config:
-    """The head's keys, which are no longer in `flat`."""
+    """The head's keys, which are no longer in `flat`; what is null is as if it were not there."""
     own = {key: flat.pop(key) for key in KEYS if key in flat}
     inner = flat.pop(OWN, None)
-    return Config({**own, **(inner if isinstance(inner, Mapping) else {})})
+    whole = {**own, **(inner if isinstance(inner, Mapping) else {})}
+    return Config({key: value for key, value in whole.items() if value is not None})
 
 
 def _build(c: Config, own: Config | dict[str, object], found: Found) -> DFlashSpec:
@@ -213,7 +223,9 @@ def _taps(own: Mapping[str, object]) -> tuple[int, ...]:
     behind, before = own.get("target_layer_ids"), own.get("aux_hidden_state_layer_ids")
     found = before if before is not None else behind
     if not isinstance(found, list | tuple) or not found:
-        raise UnsupportedModel("the config has no target_layer_ids, the layers of which a head reads states")
+        raise UnsupportedModel(
+            f"the file has no target_layer_ids ({GGUF}.target_layers in GGUF): the layers of which it reads"
+        )
     for layer in found:
         if type(layer) is not int:
             raise UnsupportedModel(
@@ -233,6 +245,8 @@ def _number(own: Mapping[str, object], key: str, usual: float) -> float:
 
 def _count(own: Mapping[str, object], key: str, usual: int | None, least: int, most: int) -> int:
     value = own.get(key, usual)
+    if value is None:
+        raise UnsupportedModel(f"the file has no {key}, which such a head needs")
     if type(value) is not int or not least <= value <= most:
         raise UnsupportedModel(f"{key} is {str(value)[:40]!r}, not a number from {least} to {most}")
     return value

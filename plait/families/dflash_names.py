@@ -28,8 +28,9 @@ def find_prefix(shapes: Shapes) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What the tensors of a file say. `prefix`: of names. `has_*`: norms of queries, sinks, the Markov head
-    of DSpark, convolutions of DFlash2. `markov_rank`: its numbers of a token."""
+    """What the tensors of a file say. `prefix`: of names. `has_*`: norms of queries, sinks, convolutions of
+    DFlash2. `is_tied`: an embedding and no output head. `markov_rank`: numbers of a token in DSpark's tables.
+    """
 
     prefix: str
     has_norms: bool

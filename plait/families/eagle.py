@@ -7,12 +7,13 @@ llama.cpp's files have an architecture of their own, in which `d2t` has the toke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
+from contextlib import contextmanager
 
 from torch import Tensor
 
 from plait.checkpoint.names import NameMap, Rules, Source
-from plait.errors import UnsupportedModel
+from plait.errors import PlaitError, UnsupportedModel
 from plait.families.common.recipes import transformer, unused_patterns
 from plait.families.common.resolved import Resolved
 from plait.families.common.spec_builders import norm
@@ -89,9 +90,8 @@ def resolve_eagle_gguf(
     own = {key.removeprefix(f"{GGUF}."): metadata[key] for key in metadata if key.startswith(f"{GGUF}.")}
     head = {key: own.pop(key) for key in GGUF_KEYS if key in own}
     llama = {f"llama.{key}": value for key, value in own.items()} | {ARCHITECTURE: "llama"}
-    with blame_config("the metadata"):
-        tokens = metadata.get("tokenizer.ggml.tokens")
-        size = int(str(own.get("vocab_size") or (len(tokens) if isinstance(tokens, Sized) else 0)))
+    with blame_config("the metadata"), blame_keys("llama", GGUF):
+        size = count_tokens(metadata, GGUF)
         flat, why = gguf_config(llama, {**shapes, TABLE: (size, 0)}, read)
         c = normalize(flat, DEFAULTS)
         layers, drafted = head.get("target_layers"), shapes.get("output.weight", (size,))[0]
@@ -107,6 +107,28 @@ def resolve_eagle_gguf(
         **usual_names(c),
     }
     return Resolved(spec, NameMap(names, ignored=(ROPE_TABLES,)), c, why, spec.family)
+
+
+def count_tokens(metadata: Mapping[str, object], arch: str) -> int:
+    """How many tokens a GGUF head's model has. Raises UnsupportedModel if the file does not say it."""
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    size = int(str(metadata.get(f"{arch}.vocab_size") or (len(tokens) if isinstance(tokens, Sized) else 0)))
+    if size < 1:
+        raise UnsupportedModel(
+            f"the GGUF metadata has neither {arch}.vocab_size nor tokenizer.ggml.tokens, so the number of "
+            "tokens is not known"
+        )
+    return size
+
+
+@contextmanager
+def blame_keys(body: str, arch: str) -> Iterator[None]:
+    """Report errors over keys of a head's layers, which are read as another architecture's, as its own."""
+    try:
+        yield
+    except PlaitError as error:
+        told = str(error).replace(f"{body}.", f"{arch}.").replace(f"a model of {body}", "such a head")
+        raise type(error)(told) from error
 
 
 def flatten_head(config: Mapping[str, object]) -> Config:
@@ -125,7 +147,9 @@ def flatten_head(config: Mapping[str, object]) -> Config:
 
 def check_body(flat: Config) -> None:
     """Raises UnsupportedModel for layers that are not Llama's or Qwen3's."""
-    if (kind := flat.get("model_type", BODIES[0])) not in BODIES or flat.get("num_experts"):
+    if flat.get("num_experts"):
+        raise UnsupportedModel("its layers have experts, which is not implemented for heads")
+    if (kind := flat.get("model_type", BODIES[0])) not in BODIES:
         raise UnsupportedModel(
             f"its layers are of type {kind!r}; such heads are read with layers of {', '.join(BODIES)}"
         )

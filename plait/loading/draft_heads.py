@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from plait.checkpoint.divided import Cuts
 from plait.checkpoint.weights import Target, Weights
 from plait.engine.device import out_of_memory
 from plait.engine.memory_plan import gib
-from plait.errors import ConfigError
+from plait.errors import CheckpointError, ConfigError
 from plait.loading.meta.meta_model import NotedOps, Outline, meta_target
 from plait.loading.meta.shapes_only import ShapesOnly
 from plait.loading.open_model import Opened
@@ -20,6 +22,7 @@ from plait.model.decoder import Decoder
 from plait.model.dflash import DFlashHead
 from plait.model.draft_head import DraftHead
 from plait.model.eagle import EagleHead, ObservedDecoder, StateReader, check_model
+from plait.quant.encode import ADVICE
 from plait.spec.draft_heads import AssistantSpec, DFlashSpec, DraftHeadSpec, EagleSpec, ReadingSpec
 from plait.spec.model import ModelSpec
 
@@ -80,15 +83,26 @@ def load_draft_head(
     lent = Weights(
         opened.checkpoint, opened.resolved.names, replace(own, hidden_size=model.hidden_size, shelf=None)
     )
-    with out_of_memory(f"loading the weights of {draft.files.name} ({gib(draft.nbytes)})"):
+    what = f"loading the weights of {draft.files.name} ({gib(draft.nbytes)})"
+    with out_of_memory(what), blame_head(draft):
         if isinstance(trunk, ObservedDecoder) and isinstance(spec, ReadingSpec):
             trunk.reader = StateReader(spec, weights, model)
             trunk.layers = trunk.reader.layers
         head = _build(spec, weights, trunk if target.comm.rank.size == 1 else None, model, lent)
-    weights.check_all_used()
+        weights.check_all_used(logs=False)  # no option chose the format
     draft.checkpoint.release()
     log.info("%s: %s, %s", spec.title, draft.files.name, gib(own.weights_nbytes))
     return head
+
+
+@contextmanager
+def blame_head(draft: Opened) -> Iterator[None]:
+    """Say of errors over tensors that they are a head's, and of which files."""
+    try:
+        yield
+    except CheckpointError as error:
+        told = str(error).removesuffix(ADVICE)  # no option chose the format
+        raise type(error)(f"speculate: {draft.files.name}: {told}") from error
 
 
 def list_head_ops(draft: Opened, spec: DraftHeadSpec, opened: Opened) -> dict[str, set[str]]:
@@ -103,10 +117,11 @@ def outline_head(
     model = opened.resolved
     weights = NotedOps(Outline(draft.checkpoint), draft.resolved.names, dry)
     lent = NotedOps(Outline(opened.checkpoint), model.names, meta_target(model.spec))
-    with ShapesOnly():
+    with ShapesOnly(), blame_head(draft):
         if isinstance(spec, ReadingSpec) and spec.list_taps(0):
             StateReader(spec, weights, model.spec)
         head = _build(spec, weights, None, model.spec, lent)
+        weights.check_all_used(logs=False)  # no option chose the format
     return head, lent.noted | weights.noted
 
 

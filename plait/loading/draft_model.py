@@ -51,6 +51,7 @@ from plait.runner.host.static_batch import Capacity
 from plait.runner.mtp_passes import HeadRunner, make_passes
 from plait.runner.runner import ModelRunner
 from plait.runner.sampler import Sampler
+from plait.schedule.drafts.turns import MOST_DRAFTED
 from plait.spec.draft_heads import DraftHeadSpec
 from plait.spec.model import ModelSpec
 from plait.state.store import StateStore
@@ -234,6 +235,8 @@ def make_drafter(
 ) -> MtpDrafter:
     """Memory and passes for a head that was loaded for `target`. Raises OutOfMemory."""
     beside = MOST_KEPT * head.width * target.dtype.itemsize
+    if isinstance(head, DFlashHead):  # logits of a block
+        beside += min(config.num_draft_tokens, head.spec.most, MOST_DRAFTED) * head.spec.vocab_size * 4
     free, dtype = free_memory(target.device), name_of(target.dtype)
     memory = plan_head_places(head.states, config, dtype, free, max_model_len, beside=beside)
     capacity = Capacity.of(memory.max_step_len, memory.num_places, max_model_len, memory.block_size)
@@ -241,7 +244,7 @@ def make_drafter(
     with out_of_memory(f"allocating memory for drafts of {memory.num_places} sequences"):
         store = StateStore(head.states, memory.num_blocks, 0, memory.block_size, *where)
         if isinstance(head, DFlashHead):
-            most = config.num_draft_tokens
+            most = min(config.num_draft_tokens, MOST_DRAFTED)
             made = make_block_passes(head, store, sampler, where, threads, capacity, most)
         else:
             assert isinstance(head, ChainHead)

@@ -19,16 +19,19 @@ from plait.frontend.frontend import Front, Language, Parsers
 from plait.loading.text_side import TextSource
 from plait.request import JsonStyle
 from plait.runner.host.assistant import AssistantDrafter, HeadDrafter
+from plait.runner.host.mtp import MtpDrafter
+from plait.runner.host.mtp_passes import KeepingPasses
 from plait.runner.host.sampler import HostSampler
 from plait.runner.host.turns import TableMaker, add_turns
 from plait.schedule.drafts.governor import DraftGovernor
-from plait.schedule.drafts.turns import MOST_TURNS
+from plait.schedule.drafts.turns import MOST_DRAFTED, MOST_TURNS
 from plait.schedule.plan import MOST_STEPS
 from plait.schedule.speculate import Proposer, Speculation
 from plait.spec.model import ModelSpec
 from plait.text.grammar.compiler import GrammarCompiler, check_memory
 
-HEAD_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # of a head's drafts: which one pays best is measured
+HEAD_LENGTHS = (1, 2, 3, 4, 6, 8, 12)  # of a head's drafts, and its longest: which pays best is measured
+SHORT = 3  # tokens of the shortest draft of a head that makes any number in one pass
 TEXT_NBYTES = 192 << 20  # of memory for a tokenizer, its table and the thread that makes them
 
 
@@ -69,9 +72,7 @@ def make_engine(
     speculation = None
     if proposer is not None:
         most, is_even = config.num_draft_tokens, isinstance(proposer, HeadDrafter)
-        lengths = [most]
-        if isinstance(proposer, HeadDrafter):
-            lengths = [n for n in HEAD_LENGTHS if n <= min(most, proposer.most)]
+        lengths = list_lengths(proposer, most) if isinstance(proposer, HeadDrafter) else [most]
         speculation = Speculation(
             proposer,
             scheduler.costs,
@@ -89,6 +90,14 @@ def make_engine(
     )
     engine.metrics.step_kind, engine.metrics.graphs = runner.step_kind, runner.graphs
     return engine
+
+
+def list_lengths(drafter: HeadDrafter, most: int) -> list[int]:
+    """The lengths of drafts that are tried, in this order; most: that were requested."""
+    longest = min(most, drafter.most, MOST_DRAFTED)
+    is_block = isinstance(drafter, MtpDrafter) and isinstance(drafter.passes, KeepingPasses)
+    least = SHORT if is_block else 1
+    return [*(n for n in HEAD_LENGTHS if least <= n < longest), longest]
 
 
 def draft_with_head(

@@ -10,7 +10,6 @@ from torch import Tensor
 from plait.checkpoint.weights import Weights
 from plait.model.head_tables import HeadTables
 from plait.ops.rows import bind_table
-from plait.quant.weight import as_tensor
 from plait.spec.draft_heads import DFlashSpec, SelectorSpec
 
 
@@ -46,15 +45,18 @@ class CandidateChoice:
     def __init__(self, s: SelectorSpec, weights: Weights, vocab_size: int, hidden: int) -> None:
         shape, self._top = (vocab_size, s.rank), s.top
         self.prev, self.next = (
-            as_tensor(weights.weight(f"selector.{name}.weight", shape)) for name in ("prev", "next")
+            bind_table(weights.bind, weights.weight(f"selector.{name}.weight", shape))
+            for name in ("prev", "next")
         )
         self.hidden = weights.linear("selector.hidden", in_size=hidden, out_sizes=(s.rank,))
 
     def adjust(self, logits: Tensor, last: Tensor, previous: Tensor) -> Tensor:
         """See `BlockChoice`."""
         values, tokens = logits.topk(self._top, -1, sorted=False)
-        wanted = self.prev[previous].float() * self.hidden(last).float()
-        scores = values + (self.next[tokens].float() @ wanted[:, :, None])[..., 0]
+        (embed_prev, prev), (embed_next, following) = self.prev, self.next
+        wanted = embed_prev(previous, prev, 1.0, torch.float32) * self.hidden(last).float()
+        codes = embed_next(tokens.flatten(), following, 1.0, torch.float32).view(*tokens.shape, -1)
+        scores = values + (codes @ wanted[:, :, None])[..., 0]
         return torch.full_like(logits, float("-inf")).scatter_(-1, tokens, scores)
 
 

@@ -72,11 +72,18 @@ class HeadTables:
     def _find_output(self, own: Weights, trunk: Decoder | None, model_weights: Weights) -> LmHead:
         s, model = self._spec, self._model
         if s.tied:
+            if s.num_drafted != s.vocab_size:
+                raise ShapeMismatch(
+                    f"the head's embedding of {s.vocab_size} tokens cannot be its lm_head of {s.num_drafted}"
+                )
             return LmHead(s, own)
         if "head.weight" in own:
             return LmHead(replace(s, vocab_size=s.num_drafted), own)
         if (model.hidden_size, model.vocab_size) != (s.hidden_size, s.num_drafted):
-            raise ShapeMismatch("the head has no lm_head, and its model's is of another shape")
+            raise ShapeMismatch(
+                f"the head has no lm_head, and needs one of {s.num_drafted} tokens by {s.hidden_size} "
+                f"numbers; its model's is of {model.vocab_size} by {model.hidden_size}"
+            )
         if self._is_raw:
             model = replace(model, logit_scale=s.logit_scale, logit_softcap=s.logit_softcap)
         if trunk is None:

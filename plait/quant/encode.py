@@ -29,6 +29,7 @@ _PIECE = 1 << 15  # elements at a time on a CPU: torch leaves so few to one thre
 _DEVICE_PIECE = 1 << 22  # the same elsewhere, where small pieces are slow
 _TINY = 1e-30  # what is smaller is no scale: its inverse would not be a number
 _HALF_NORMAL = 2.0**-14  # smaller ones have fewer bits
+ADVICE = ": load the model without quantize"
 _HALF_MAX = 65504.0  # the largest scale or offset that a block can have
 _NARROW = (0.0, -0.8, -0.6, -0.4, -0.2, 0.2, 0.4, 0.6)  # by how many codes a symmetric grid is made wider
 _WIDE = (0.0, -1.2, -0.9, -0.6, -0.3, 0.3, 0.6, 0.9)  # the same for a grid with an offset
@@ -116,7 +117,7 @@ def _check_range(piece: Tensor, kind: BlockType, name: str) -> Tensor:
     if not bool(largest < _HALF_MAX):  # also where it is not a number
         raise BadFile(
             f"{name}: its largest number is {float(largest)}; {kind.name} takes only finite numbers below "
-            f"{_HALF_MAX:g}: load the model without quantize"
+            f"{_HALF_MAX:g}{ADVICE}"
         )
     return piece
 

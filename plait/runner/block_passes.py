@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from plait.runner.host.block_passes import BlockForm, HostBlockPasses, plan_bloc
 from plait.runner.host.mtp import HiddenOnHost
 from plait.runner.host.mtp_passes import Drafts, HiddenRows, replace_position
 from plait.runner.host.program import Floats, HostProgram, StepResults
+from plait.runner.host.sampler import HostSampler
 from plait.runner.host.static_batch import Capacity, StaticBatch
 from plait.runner.mtp_passes import HeadRunner, HiddenOnDevice
 from plait.runner.program import NativeExecutor, ViewsOnly, view_as_batch
@@ -36,6 +38,7 @@ class EagerBlockPasses:
     ) -> None:
         self._head, self._store, self._sampler, self._device = head, store, sampler, device
         self._form, self.most = form, form.most
+        self._banned = list_banned(sampler.host).to(device)
 
     @torch.inference_mode()
     def run(
@@ -50,6 +53,7 @@ class EagerBlockPasses:
         last = head.compute(batch, store, BlockRows.of(starts))
         logits, draw = head.logits(last), self._sampler.sample
         if head.choice:
+            logits[:, self._banned] = float("-inf")
             return choose_in_turn(head.choice, (logits, last), plan, sampling, draw)
         return [answer.token_ids for answer in draw(logits, sample_blocks(sampling, length))]
 
@@ -66,9 +70,13 @@ class ChosenBlockPasses(HostBlockPasses):
     `rows`: which of a pass are a block, as `blocks` reads it. Not of a startup image: it draws with torch.
     """
 
-    def __init__(self, *parts: object, choice: BlockChoice, rows: BlockRows) -> None:
-        super().__init__(*parts)  # type: ignore[arg-type]
+    def __init__(
+        self, passes: HostBlockPasses, sampler: HostSampler, choice: BlockChoice, rows: BlockRows
+    ) -> None:
+        program, store = passes.program, passes.store
+        super().__init__(program, passes.before, store, passes.blocks, sampler, passes.form)
         self._choice, self._starts = choice, rows.starts.numpy()
+        self._banned = list_banned(sampler)
 
     def _compute(self, plan: StepPlan, length: int) -> Floats:
         count, size = len(plan.chunks), self.form.count_rows(length)
@@ -81,8 +89,15 @@ class ChosenBlockPasses(HostBlockPasses):
         def draw(rows: Tensor, batch: SamplingBatch) -> list[Sampled]:
             return self._sampler.sample(rows.numpy(), batch)
 
+        logits[:, self._banned.numpy()] = -np.inf
         parts = torch.from_numpy(logits), torch.from_numpy(self.blocks.results.hidden[: len(logits)])
         return choose_in_turn(self._choice, parts, plan, sampling, draw)
+
+
+def list_banned(sampler: HostSampler) -> Tensor:
+    """The tokens that are never drawn: a choice among a few must not be one of these."""
+    behind = torch.arange(sampler.limit, sampler.vocab_size)
+    return torch.cat([torch.from_numpy(sampler.holes), behind])
 
 
 def choose_in_turn(
@@ -93,7 +108,7 @@ def choose_in_turn(
     draw: Draw,
 ) -> Drafts:
     """A draft for each chunk of a plan, token by token. parts: logits, and what they were made of, of all
-    places, those of a chunk one behind the other."""
+    places, those of a chunk one behind the other. Tokens that are never drawn have -inf."""
     logits, last = (part.unflatten(0, (len(plan.chunks), -1)) for part in parts)
     tokens, steps = [chunk.token_ids[-1] for chunk in plan.chunks], list[list[int]]()
     for i in range(logits.shape[1]):
@@ -133,11 +148,10 @@ def record_block_passes(
     likeliest = (found[0].numpy(), found[1].numpy()) if found else None
     drafter = HostProgram(threads, drafting, blocks, StepResults(last.numpy(), made.numpy(), likeliest))
     assert store.host is not None
-    parts = keeper, before.numpy(), store.host, drafter, sampler.host, form
-    launches = len(keeping.names) + len(drafting.names)
+    passes = HostBlockPasses(keeper, before.numpy(), store.host, drafter, sampler.host, form)
     if head.choice:
-        return ChosenBlockPasses(*parts, choice=head.choice, rows=rows), launches
-    return HostBlockPasses(*parts), launches
+        passes = ChosenBlockPasses(passes, sampler.host, head.choice, rows)
+    return passes, len(keeping.names) + len(drafting.names)
 
 
 def make_block_passes(
@@ -158,7 +172,8 @@ def make_block_passes(
     if threads is not None:
         try:
             passes, launches = record_block_passes(head, store, sampler, threads, capacity, form)
-            kind = f"{launches} launches, two calls"
+            one_by_one = ", then token by token with torch" if head.choice else ""
+            kind = f"{launches} launches, two calls{one_by_one}"
             return HeadRunner(passes, HiddenOnHost(capacity.seqs, head.width), kind)
         except CannotRecord as error:
             why = str(error)

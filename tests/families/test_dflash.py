@@ -151,11 +151,16 @@ def compare(found: Tensor, wanted: Tensor) -> None:
         ({"dflash_config": {**OWN, "mask_token_id": 97}}, "mask_token_id is '97', not a number from 0 to 96"),
         ({"dflash_config": {"mask_token_id": 9}}, "no target_layer_ids"),
         ({"dflash_config": {"mask_token_id": 9, "target_layer_ids": [1.5]}}, "'1.5' is no number of a layer"),
+        (
+            {"mask_token_id": None, "dflash_config": {"target_layer_ids": [1]}},
+            "the file has no mask_token_id",
+        ),
+        ({"num_experts": 4}, "its layers have experts"),
         ({"projector_type": "domino"}, "projector_type is 'domino'"),
         ({"markov_head_type": "gated"}, "markov_head_type is 'gated', which is not implemented"),
         ({"shift_label": True}, "shift_label is true"),
         ({"attention_value_scale": 0.5}, "attention_value_scale is not 1"),
-        ({"use_swa": True}, "swa_window_size is 'None', not a number"),
+        ({"use_swa": True}, "the file has no swa_window_size, which such a head needs"),
         ({"is_causal": "no"}, "is_causal is 'no', not true or false"),
     ],
 )
@@ -202,6 +207,47 @@ def test_no_value_of_a_gguf_file_raises_another_error(name: str, tmp_path: Path)
 def test_head_of_another_model_is_refused(changes: dict[str, object], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         build_head(DFlashOracle("z-lab", tmp_path), **changes)
+
+
+@pytest.mark.parametrize("name", ["DSpark", "z-lab"])
+def test_what_is_null_is_as_if_it_were_not_there(name: str, tmp_path: Path) -> None:
+    oracle = DFlashOracle(name, tmp_path)
+    keys = ("aux_hidden_state_layer_ids", "projector_type", "sample_from_anchor", "is_causal", "use_swa")
+    nothing = dict.fromkeys((*keys, "markov_head_type", "sliding_window_non_causal"))
+    assert describe(oracle, **nothing)[0] == describe(oracle)[0]
+
+
+def test_a_table_of_no_dimension_is_refused(tmp_path: Path) -> None:
+    oracle = DFlashOracle("DSpark", tmp_path)
+    oracle.tensors["markov_head.markov_w1.weight"] = torch.tensor(1.0)
+    with pytest.raises(UnsupportedModel, match=r"config\.json has values that cannot be"):
+        describe(oracle)
+
+
+def test_a_table_of_all_tokens_is_no_head_of_a_few(tmp_path: Path) -> None:
+    oracle = DFlashOracle("speculators", tmp_path)
+    del oracle.tensors["lm_head.weight"]
+    oracle.tensors["embed_tokens.weight"] = torch.randn(VOCAB, 32)
+    inner = {**oracle.config["transformer_layer_config"], "tie_word_embeddings": True}
+    with pytest.raises(ShapeMismatch, match="embedding of 97 tokens cannot be its lm_head of 41"):
+        build_head(oracle, transformer_layer_config=inner)
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("dflash.attention.head_count", r"has no dflash\.attention\.head_count, which such a head needs"),
+        ("dflash.vocab_size", r"neither dflash\.vocab_size nor tokenizer\.ggml\.tokens"),
+        ("dflash.target_layers", r"\(dflash\.target_layers in GGUF\)"),
+        ("tokenizer.ggml.mask_token_id", "the file has no mask_token_id"),
+    ],
+)
+def test_a_key_that_a_gguf_file_lacks_is_named(key: str, message: str, tmp_path: Path) -> None:
+    metadata, tensors = DFlashOracle("z-lab", tmp_path).as_gguf()
+    del metadata[key]
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    with pytest.raises(UnsupportedModel, match=message):
+        resolve_dflash_gguf(metadata, shapes, tensors.__getitem__)
 
 
 def test_every_layer_may_have_a_window(tmp_path: Path) -> None:

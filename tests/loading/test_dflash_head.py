@@ -13,9 +13,11 @@ import torch
 from plait import LLM, SamplingParams
 from plait.config import EngineConfig
 from plait.errors import ConfigError, UnsupportedModel, UnusedTensor
+from plait.loading import build
 from plait.loading.build import Loaded, load
 from plait.loading.draft_heads import find_spec, list_head_ops, load_draft_head
 from plait.loading.draft_model import open_draft
+from plait.loading.make_engine import list_lengths
 from plait.loading.open_model import open_model
 from plait.model.dflash import DFlashHead
 from plait.ops.registry import REGISTRY
@@ -183,8 +185,42 @@ def test_a_tensor_that_a_head_does_not_use_is_refused(plain: Published, tmp_path
         {**oracle.tensors, "layers.2.mlp.up_proj.weight": torch.ones(2)}, tmp_path / "model.safetensors"
     )
     (tmp_path / "config.json").write_text(json.dumps(oracle.config))
-    with pytest.raises(UnusedTensor, match=r"layers\.2\.mlp\.up_proj\.weight"):
-        load(str(plain.model), EngineConfig(speculate=str(tmp_path), **SIZES))
+    config = EngineConfig(speculate=str(tmp_path), **SIZES)
+    wanted = rf"speculate: {tmp_path.name}: .*layers\.2\.mlp\.up_proj\.weight"
+    with pytest.raises(UnusedTensor, match=wanted):
+        load(str(plain.model), config)
+    opened = open_model(str(plain.model), config)
+    draft = open_draft(config, opened.resolved.spec, None)
+    spec = find_spec(draft)
+    assert spec is not None
+    with pytest.raises(UnusedTensor, match=wanted):  # as `plait info` does
+        list_head_ops(draft, spec, opened)
+
+
+def test_tokens_that_are_never_drawn_are_no_candidates(
+    whole: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 97 tokens 57 are banned: often all of the likeliest few."""
+    monkeypatch.setattr(build, "banned_ids", lambda *_: tuple(range(40, 97)))
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    found = []
+    for words in ({}, {"speculate": str(whole.head)}):
+        with LLM(str(whole.model), **SIZES, **words) as llm:
+            outputs = llm.generate([[1, 2, 3], [4, 5], [9, 8, 7]], params)
+            found.append([tuple(out.outputs[0].token_ids) for out in outputs])
+            drafts = llm.front.loop.engine.speculation  # type: ignore[attr-defined]
+            assert not words or (drafts.num_drafted > 0 and drafts.error is None)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("most", "lengths"), [(1, [1]), (2, [2]), (5, [3, 4, 5]), (40, [3, 4, 6, 7])])
+def test_lengths_that_are_tried_end_with_the_longest(plain: Published, most: int, lengths: list[int]) -> None:
+    made = plain.load(num_draft_tokens=most)
+    try:
+        assert made.drafter is not None
+        assert list_lengths(made.drafter, most) == lengths
+    finally:
+        made.front.close(drain=False)
 
 
 def test_a_gpu_tries_what_a_head_binds(published: Published) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from plait.cli.common.format_model import bytes_text
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from plait.loading.open_model import Opened
     from plait.memory import State
     from plait.ops.chip import Chip
-    from plait.spec.draft_heads import DraftHeadSpec
+    from plait.spec.draft_heads import DFlashSpec, DraftHeadSpec
     from plait.spec.model import ModelSpec
     from plait.text.tokenizers.tokenizer import Tokenizer
 
@@ -86,9 +86,21 @@ def head_facts(draft: Opened, spec: DraftHeadSpec, opened: Opened, chip: Chip | 
         "drafted": spec.num_drafted if isinstance(spec, ReadingSpec) else spec.vocab_size,
         "vocab_size": spec.vocab_size,
         "taps": list(spec.list_taps(size)) if isinstance(spec, ReadingSpec) else [],
-        **({"block": spec.most} if isinstance(spec, DFlashSpec) else {}),
+        **(block_facts(spec, opened.config) if isinstance(spec, DFlashSpec) else {}),
         "keys_of": sorted({mixer.source for mixer in bound.mixers_of(SharedKeysSpec)}),
         "memory": place_facts(head.states, target, opened.config, context, most * head.width),
+    }
+
+
+def block_facts(spec: DFlashSpec, config: EngineConfig) -> Facts:
+    """What blocks of a head are. `block`: draft tokens at once, at most."""
+    from plait.schedule.drafts.turns import MOST_DRAFTED
+
+    return {
+        "block": min(spec.most, config.num_draft_tokens, MOST_DRAFTED),
+        "markov_rank": spec.markov_rank,
+        "conv": asdict(spec.conv) if spec.conv else None,
+        "selector": asdict(spec.selector) if spec.selector else None,
     }
 
 
@@ -163,13 +175,24 @@ def draft_lines(facts: Facts) -> Iterator[str]:
     yield f"  {tensors_text(own, own.get('format'))}"
     drafted, size = facts["drafted"], facts["vocab_size"]
     what = f"all {size:,} tokens" if drafted == size else f"{drafted:,} of {size:,} tokens"
-    once = f", drafts up to {facts['block']} at once" if "block" in facts else ""
-    yield f"  knows {what}{once}; reads {reads_text(facts)}"
+    yield f"  knows {what}{block_text(facts)}; reads {reads_text(facts)}"
     memory = facts["memory"]
     kept = f", {bytes_text(memory['kept'])} of the model's states that wait" if memory["kept"] else ""
     state = f"{bytes_text(memory['state'])} of its own state" if memory["state"] else "no state of its own"
     yield f"  memory for a sequence of {memory['tokens']:,} tokens: {state}{kept}"
     yield from layer_lines(facts["layers"])
+
+
+def block_text(facts: Facts) -> str:
+    """What a head that drafts blocks makes of them, if it is one."""
+    if "block" not in facts:
+        return ""
+    text = f", drafts up to {facts['block']} at once"
+    if facts["markov_rank"]:
+        text += f", each with a bias of rank {facts['markov_rank']} by the one before"
+    if facts["selector"]:
+        text += f", chosen among {facts['selector']['top']} by the one before"
+    return text
 
 
 def reads_text(facts: Facts) -> str:

@@ -118,7 +118,12 @@ def skip_rows(count: int, source: str) -> Derived:
 def reorder_rows(order: Tensor, source: str) -> Derived:
     """All rows in another order: ours is row `order[i]` of theirs at place i, in its own storage."""
     inverse = order.argsort()
-    return Derived(lambda w, **_: pick_rows(w, order), (source,), (Back(lambda w: w[inverse]),))
+
+    def reordered(w: Stored, **_: str) -> Stored:
+        check_rows(w, len(order))
+        return pick_rows(w, order)
+
+    return Derived(reordered, (source,), (Back(lambda w: w[inverse]),))
 
 
 def part(index: int, sizes: Sequence[int], source: str) -> Derived:

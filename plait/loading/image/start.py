@@ -225,6 +225,9 @@ def _plan_head(image: Image, config: EngineConfig, sizing: Sizing) -> DraftMemor
         return None
     free, longest = free_host_memory(), sizing.max_model_len
     beside = MOST_KEPT * head.before.shape[1] * DTYPE_BYTES[model.dtype]
+    if head.blocks:
+        passes, form = head.blocks
+        beside += form.most * passes.logits.shape[1] * 4
     most = Capacity(*head.program.capacity).seqs
     parts = head.states, config, model.dtype, free, longest
     return plan_head_places(*parts, beside=beside, most=most)

@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from plait.request import SamplingParams
 
+MOST_DRAFTED = 16  # tokens of a head's draft: a step over more rows costs what they bring
 FEW_TURNS = 8  # while costs are compared, in windows of about as many tokens
 MOST_STOPS = 64  # stop tokens that native code looks for
 MOST_TURNS = 32  # of one plan: Python between two plans costs a small model as much as two passes
