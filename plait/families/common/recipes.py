@@ -118,12 +118,9 @@ def skip_rows(count: int, source: str) -> Derived:
 def reorder_rows(order: Tensor, source: str) -> Derived:
     """All rows in another order: ours is row `order[i]` of theirs at place i, in its own storage."""
     inverse = order.argsort()
-
-    def reordered(w: Stored, **_: str) -> Stored:
-        check_rows(w, len(order))
-        return pick_rows(w, order)
-
-    return Derived(reordered, (source,), (Back(lambda w: w[inverse]),))
+    return Derived(
+        lambda w, **_: pick_rows(check_rows(w, len(order)), order), (source,), (Back(lambda w: w[inverse]),)
+    )
 
 
 def part(index: int, sizes: Sequence[int], source: str) -> Derived:
@@ -140,10 +137,11 @@ def part(index: int, sizes: Sequence[int], source: str) -> Derived:
     return Derived(taken, (source,), (Back(at=index, of=len(sizes)),))
 
 
-def check_rows(w: Stored, total: int) -> None:
-    """Raises ValueError if a tensor has other rows than the config lists."""
+def check_rows(w: Stored, total: int) -> Stored:
+    """A tensor. Raises ValueError if it has other rows than the config lists."""
     if w.shape[0] != total:
         raise ValueError(f"{w.shape[0]} rows, of which the config lists {total}")
+    return w
 
 
 def exp_rounded(x: Tensor) -> Tensor:
