@@ -366,7 +366,7 @@ class Weights:
         return sorted(n for n in left if not (ignored and ignored.search(n)))
 
     def check_all_used(self, *, logs: bool = True) -> None:
-        """To be called when all is built; `logs` what was encoded. Raises UnusedTensor for one that is left."""
+        """To be called when all is built; `logs` what was encoded. Raises UnusedTensor if one is left."""
         if left := self.list_unused():
             raise UnusedTensor(
                 f"the model does not use {len(left)} tensor(s) of the checkpoint: {list_some(left, 8)}. "

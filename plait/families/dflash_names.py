@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from plait.checkpoint.names import Derived, Rules, Source
-from plait.families.common.recipes import reorder_rows, transformer
+from plait.families.common.recipes import check_rows, transformer
 from plait.families.config.normalize import Config
 from plait.families.detect.detect import Shapes
 from plait.families.gguf.names import usual_names
-from plait.quant.weight import as_tensor
+from plait.quant.weight import as_tensor, pick_rows
 from plait.spec.draft_heads import DFlashSpec
 
 PREFIXES, TABLE = ("", "model."), "token_embd.weight"
@@ -109,8 +109,9 @@ def _convs(spec: DFlashSpec, ours: str, base: str, taps: str) -> Mapping[str, So
     kernel, groups = spec.conv.kernel, spec.hidden_size // spec.conv.group
     places = torch.arange(2 * kernel * groups).view(2, kernel, groups)
     order = places.flip(1).transpose(1, 2).flatten()
+    made = Derived(lambda w, **_: pick_rows(check_rows(w, len(order)), order), (taps,))
     fixed = Derived(lambda w, **_: as_tensor(w).flip(1).contiguous(), (base,))
     return {
         f"layers.{{i}}.{ours}.conv.fixed": fixed,
-        f"layers.{{i}}.{ours}.conv.taps.weight": reorder_rows(order, taps),
+        f"layers.{{i}}.{ours}.conv.taps.weight": made,
     }
