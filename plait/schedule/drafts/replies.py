@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 KEY = 4  # tokens by which places are found
 LONGEST = 16  # the most tokens of a match that are compared
 MOST_MATCHES = 32  # places that are compared, the last ones first
-MOST_TOKENS, MOST_SALTS = 1 << 17, 16  # of one salt, and salts: 24 bytes a token
+MOST_TOKENS, MOST_SALTS = 1 << 17, 16  # of one salt, in 24 bytes each, and salts
 END = -1  # between two replies
+FACTOR, PRIME = 1_000_003, (1 << 31) - 1
 
 
 class EarlierReplies:
@@ -42,33 +47,32 @@ class _Ring:
     """Tokens, the last ones in place of the oldest. A place is how many had been written before it.
 
     `_last`: by hash the last place behind a key; `_before`: from each place the one before with that hash.
+    Replies are written whole, with numpy; numbers are read one by one, at which arrays are faster.
     """
 
     def __init__(self, size: int) -> None:
         self._size, self._written = size, 0
-        self._tokens, self._before = array("q"), array("q")  # they grow up to `size`
-        self._last = array("q", (0,)) * size
+        self._tokens, self._before, self._last = (array("q", bytes(8 * size)) for _ in range(3))
 
     def add(self, tokens: Sequence[int]) -> None:
-        begin = self._written
-        for token in (*tokens, END):
-            place = self._written
-            known = 0
-            if place - begin >= KEY and token != END:
-                at = self._hash(self._tokens[(place - KEY + i) % self._size] for i in range(KEY))
-                known, self._last[at] = self._last[at], place
-            if place < self._size:
-                self._tokens.append(token)
-                self._before.append(known)
-            else:
-                self._tokens[place % self._size], self._before[place % self._size] = token, known
-            self._written += 1
+        begin, new = self._written, np.array([*tokens, END])
+        ring, before, last = (np.frombuffer(a, np.int64) for a in (self._tokens, self._before, self._last))
+        places = begin + np.arange(len(new))
+        ring[places % self._size], before[places % self._size] = new, 0
+        keys = np.lib.stride_tricks.sliding_window_view(new[:-2], KEY)  # a token follows each
+        found = _hash([keys[:, i] for i in range(KEY)], self._size)
+        behind, order = places[KEY:-1], np.argsort(found, kind="stable")
+        ordered, sorted_hashes = behind[order], found[order]
+        is_first = np.r_[True, sorted_hashes[1:] != sorted_hashes[:-1]]
+        before[ordered % self._size] = np.where(is_first, last[sorted_hashes], np.r_[0, ordered[:-1]])
+        last[sorted_hashes] = ordered  # of equal ones the last
+        self._written += len(new)
 
     def match(self, tokens: Sequence[int], limit: int) -> tuple[tuple[int, ...], int]:
         """See `EarlierReplies`. The longest match counts, then the last."""
         oldest, size, ring = max(self._written - self._size, 0), self._size, self._tokens
         best, longest = 0, 0
-        place = self._last[self._hash(tokens[-KEY:])]
+        place = self._last[_hash(tokens[-KEY:], size)]
         for _ in range(MOST_MATCHES):
             if place <= oldest or longest == LONGEST:
                 break
@@ -85,5 +89,13 @@ class _Ring:
             found.append(token)
         return tuple(found), longest
 
-    def _hash(self, key: Iterable[int]) -> int:
-        return hash(tuple(key)) % self._size
+
+Hashed = TypeVar("Hashed", int, npt.NDArray[np.int64])
+
+
+def _hash(key: Sequence[Hashed], size: int) -> Hashed:
+    """Of a key of tokens, or of each of several: below `size`. Numbers stay within 63 bits."""
+    found = key[0]
+    for token in key[1:]:
+        found = (found * FACTOR + token) % PRIME
+    return found % size
