@@ -351,7 +351,7 @@ class Engine:
             self.scheduler.cancel(seq_id)
         if choice.sequence.guide is not None:
             choice.sequence.guide.is_wanted = False
-        self._ask(lambda speculation: speculation.forget(choice.sequence), None)
+        self._ask(lambda s: s.forget(choice.sequence, event.finish_reason), None)
         if not entry.open:
             del self._requests[entry.request.id]
         self._emit(entry, self._last(choice, event))

@@ -76,6 +76,11 @@ def plan_head_places(
     return replace(memory, num_places=places, max_step_len=step)
 
 
+def block_nbytes(most: int, vocab_size: int) -> int:
+    """Bytes of the logits of one sequence's block, of which at most so many tokens are drafted."""
+    return min(most, MOST_DRAFTED) * vocab_size * 4
+
+
 def place_nbytes(memory: DraftMemory, states: Mapping[str, State], dtype: str) -> int:
     """Bytes of state of one place of a draft model that computes in `dtype`."""
     total = 2 * sum(s.nbytes_per_slot(dtype) for s in states.values() if isinstance(s, SlotState))

@@ -14,7 +14,7 @@ import torch
 from plait.checkpoint.weights import Target, Weights
 from plait.config import EngineConfig
 from plait.engine.device import choose_dtype, free_memory, out_of_memory
-from plait.engine.draft_places import plan_head_places, plan_places
+from plait.engine.draft_places import block_nbytes, plan_head_places, plan_places
 from plait.engine.memory_plan import gib
 from plait.errors import ConfigError, PlaitError
 from plait.loading.draft_heads import make_head_target
@@ -236,7 +236,7 @@ def make_drafter(
     """Memory and passes for a head that was loaded for `target`. Raises OutOfMemory."""
     beside = MOST_KEPT * head.width * target.dtype.itemsize
     if isinstance(head, DFlashHead):  # logits of a block
-        beside += min(config.num_draft_tokens, head.spec.most, MOST_DRAFTED) * head.spec.vocab_size * 4
+        beside += block_nbytes(min(config.num_draft_tokens, head.spec.most), head.spec.vocab_size)
     free, dtype = free_memory(target.device), name_of(target.dtype)
     memory = plan_head_places(head.states, config, dtype, free, max_model_len, beside=beside)
     capacity = Capacity.of(memory.max_step_len, memory.num_places, max_model_len, memory.block_size)

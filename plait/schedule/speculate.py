@@ -28,6 +28,9 @@ DECAY, OVERALL_DECAY = 0.94, 0.99  # of what is known about acceptance, for each
 TRUST = 4.0  # draft tokens that the acceptance of all sequences counts for in a new one
 CONVINCED = 0.9  # acceptance at which another probe in a row would show nothing new
 STUBBORN = 16  # of so many probes that cannot pay one is made all the same
+FEW = 2  # sequences: of more, those without a draft lose more than one brings by being in single steps
+LIKELY = 7.0, 8.0  # accepted and checked, of drafts that a proposer is sure of, before one was made
+COMPLETE = ("stop", "length")  # why a reply ended, if it is to be drafted from
 FREE = 0.02  # share of a step's time below which a draft token counts as free
 GAIN = 1.02  # factor in tokens per second that drafts must bring at least
 PATIENCE = 8  # draft tokens that are still considered when one more did not help
@@ -123,7 +126,7 @@ class Speculation(Struct):
 
     The `governor` has the last word: it compares what tokens really cost with drafts and without. `is_even`:
     it also chooses the length, the same for all sequences (a head is about as often right in all of them).
-    A sequence with a draft that its proposer is sure of gets it all the same, but while costs are compared.
+    Up to FEW sequences have drafts that their proposer is sure of all the same, but while costs are compared.
     `keeps_replies`: later sequences may be drafted from replies that are complete.
     """
 
@@ -147,9 +150,7 @@ class Speculation(Struct):
     _matching: MatchingProposer | None = None  # the proposer, if it is one
     _records: dict[int, _Record] = field(default_factory=dict)
     _overall: _Record = field(default_factory=lambda: _Record(4.0, 8.0))
-    _sure: _Record = field(
-        default_factory=lambda: _Record(7.0, 8.0)
-    )  # of drafts that the proposer is sure of
+    _sure: dict[int, _Record] = field(default_factory=dict)  # of drafts that the proposer is sure of
     _sure_ids: set[int] = field(default_factory=set)  # sequences that had one in the last plan
     _proposing: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))  # s per token
 
@@ -199,7 +200,7 @@ class Speculation(Struct):
         if not self.is_resting or self.governor is None or self.governor.choose(count):
             return False
         self._is_measuring = self.governor.is_measuring(count)
-        return all(seq.guide is None and not self._is_sure(seq) for seq in drafting)
+        return all(seq.guide is None for seq in drafting) and not self._list_sure(drafting)
 
     def observe(self, seq_id: int, drafted: int, accepted: int) -> None:
         """Record that a step checked `drafted` tokens of a sequence's draft and accepted `accepted`."""
@@ -207,7 +208,7 @@ class Speculation(Struct):
         self.num_accepted += accepted
         self._overall.observe(drafted, accepted, OVERALL_DECAY)
         if seq_id in self._sure_ids:
-            self._sure.observe(drafted, accepted, OVERALL_DECAY)
+            self._sure[seq_id].observe(drafted, accepted, DECAY)
         if (record := self._records.get(seq_id)) is None:
             return
         record.observe(drafted, accepted, DECAY)
@@ -228,32 +229,43 @@ class Speculation(Struct):
         """Whether the governor compares what plans with these drafts cost with those without."""
         return bool(drafts) and self.governor is not None and self.governor.is_comparing(self._count)
 
-    def forget(self, seq: TokenSequence) -> None:
-        """Forget a sequence that has ended; later ones may be drafted from its reply."""
+    def forget(self, seq: TokenSequence, reason: str | None) -> None:
+        """Forget a sequence that has ended. If it is complete, later ones may be drafted from its reply, and
+        from what was computed behind a stop string."""
         self._records.pop(seq.id, None)
+        self._sure.pop(seq.id, None)
         self._sure_ids.discard(seq.id)
         self.proposer.forget(seq.id)
-        if self.keeps_replies and self._matching:
+        if reason in COMPLETE and self.keeps_replies and self._matching and self.error is None:
             self._matching.keep(seq.cache_salt, seq.token_ids[seq.prompt_len :])
 
-    def _is_sure(self, seq: TokenSequence) -> bool:
-        """Whether a sequence is to have a draft though there are none for now."""
-        if self._matching is None or self._is_measuring or self.error is not None:
-            return False
-        limit = min(self.num_draft_tokens, seq.max_len - seq.num_tokens - 1)
-        request = DraftRequest(seq.id, seq.token_ids, limit, seq.params, seq.seed, seq.cache_salt)
+    def _list_sure(self, sequences: Sequence[TokenSequence]) -> list[_Candidate]:
+        """The sequences that may have drafts though there are none for now."""
+        if self._matching is None or self._is_measuring or self.error is not None or len(sequences) > FEW:
+            return []
+        found = list[_Candidate]()
         try:
-            return limit >= 1 and self._matching.is_sure(request)
+            for seq in sequences:
+                candidate = self._candidate(seq) if seq.guide is None else None
+                if candidate is None or not self._matching.is_sure(candidate.request(candidate.limit)):
+                    continue
+                record = candidate.record = self._sure.setdefault(seq.id, _Record(*LIKELY, due=None))
+                if record.due is None or seq.num_tokens >= record.due:
+                    found.append(candidate)
         except Exception as error:
             self._end_with(error)
-            return False
+            return []
+        return found
 
     def _propose_sure(self, sequences: Sequence[TokenSequence], num_rows: int) -> dict[int, tuple[int, ...]]:
-        """Drafts of which the proposer is sure, as long as they pay if as often right as the last ones."""
-        chosen = [one for seq in sequences if self._is_sure(seq) and (one := self._candidate(seq))]
-        for one in chosen:
-            one.record = self._sure
+        """Drafts of which the proposer is sure, as long as they pay. What does not is tried later again."""
+        chosen = self._list_sure(sequences)
         self._choose(chosen, _Outlook(float(len(sequences)), float(num_rows), 0.0))
+        for one in chosen:
+            if not one.length:
+                one.record.due = one.seq.num_tokens + one.record.pause
+                one.record.pause = min(2 * one.record.pause, LONGEST_PAUSE)
+                one.record.accepted, one.record.checked = LIKELY
         found = self._propose([one.request(one.length) for one in chosen if one.length])
         self._sure_ids = {*found}
         return found

@@ -53,6 +53,18 @@ def test_a_reply_that_was_there_is_drafted_again(model: str) -> None:
     assert proposer._replies.match("", found[0][:6], 3)[0] == tuple(found[0][6:9])
 
 
+def test_another_salt_finds_no_reply(model: str) -> None:
+    with LLM(model, **SIZES, speculate="ngram") as llm:
+        speculation = llm.front.loop.engine.speculation  # type: ignore[attr-defined]
+        speculation.costs, speculation.governor = CheapRows(), None
+        accepted = []
+        for salt in ("a", "b", "a"):
+            before = speculation.num_accepted
+            llm.generate(PROMPTS, PARAMS, cache_salt=salt)
+            accepted.append(speculation.num_accepted - before)
+    assert accepted[1] < ENOUGH <= accepted[2]
+
+
 def test_without_a_prefix_cache_no_reply_is_kept(model: str) -> None:
     _, accepted, proposer = run(model, speculate="ngram", prefix_cache=False)
     assert accepted < ENOUGH

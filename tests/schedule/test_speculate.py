@@ -461,7 +461,7 @@ def test_an_end_is_passed_on() -> None:
     oracle = Oracle({1: random_text(50)}, 1.0)
     speculation = Speculation(oracle, measured(flat), 8)
     speculation.drafts([sequence(oracle.text[1][:10])], 1)
-    speculation.forget(sequence([1, 2]))
+    speculation.forget(sequence([1, 2]), "stop")
     assert oracle.forgotten == [1]
     speculation.observe(1, 2, 2)  # of a step that was under way
     assert (speculation.num_drafted, speculation.num_accepted) == (2, 2)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from plait.spec.model import ModelSpec
     from plait.text.tokenizers.tokenizer import Tokenizer
 
+SLOW = "op by op"
+
 
 def draft_facts(opened: Opened, tokenizer: Tokenizer | None, chip: Chip | None, context: int) -> Facts | None:
     """What drafts for a model with sequences of up to `context` tokens, from headers alone.
@@ -72,7 +74,7 @@ def head_facts(draft: Opened, spec: DraftHeadSpec, opened: Opened, chip: Chip | 
     from plait.runner.host.assistant import MOST_SEEN
     from plait.runner.host.mtp import MOST_KEPT
     from plait.spec.attention import SharedKeysSpec
-    from plait.spec.draft_heads import DFlashSpec, ReadingSpec
+    from plait.spec.draft_heads import AssistantSpec, DFlashSpec, ReadingSpec
 
     target = outline_target(opened, spec, chip)
     head, _ = outline_head(draft, spec, opened, target)
@@ -87,17 +89,21 @@ def head_facts(draft: Opened, spec: DraftHeadSpec, opened: Opened, chip: Chip | 
         "vocab_size": spec.vocab_size,
         "taps": list(spec.list_taps(size)) if isinstance(spec, ReadingSpec) else [],
         **(block_facts(spec, opened.config) if isinstance(spec, DFlashSpec) else {}),
+        **({"clusters": asdict(spec.clusters)} if isinstance(spec, AssistantSpec) and spec.clusters else {}),
         "keys_of": sorted({mixer.source for mixer in bound.mixers_of(SharedKeysSpec)}),
         "memory": place_facts(head.states, target, opened.config, context, most * head.width),
     }
 
 
 def block_facts(spec: DFlashSpec, config: EngineConfig) -> Facts:
-    """What blocks of a head are. `block`: draft tokens at once, at most."""
+    """What blocks of a head are. `block`: draft tokens at once, at most; `block_nbytes`: their logits."""
+    from plait.engine.draft_places import block_nbytes
     from plait.schedule.drafts.turns import MOST_DRAFTED
 
+    most = min(spec.most, config.num_draft_tokens, MOST_DRAFTED)
     return {
-        "block": min(spec.most, config.num_draft_tokens, MOST_DRAFTED),
+        "block": most,
+        "block_nbytes": block_nbytes(most, spec.vocab_size),
         "markov_rank": spec.markov_rank,
         "conv": asdict(spec.conv) if spec.conv else None,
         "selector": asdict(spec.selector) if spec.selector else None,
@@ -159,6 +165,8 @@ def variant_facts(target: Target) -> Facts:
     """What was bound for what drafts. `passes`: how they run, in words; None: none did, as of an example."""
     steps = [row for row in target.bound if row.op == "step"]
     kinds = [row.user or row.skipped[0][1] for row in steps]
+    if kinds and steps[-1].variant != "recorded" and not kinds[-1].startswith(SLOW):
+        kinds[-1] = f"{SLOW}: {kinds[-1]}"  # of a draft model the cause alone is known
     return {
         "weights_nbytes": target.weights_nbytes,
         "passes": kinds[-1] if kinds else None,
@@ -178,13 +186,16 @@ def draft_lines(facts: Facts) -> Iterator[str]:
     yield f"  knows {what}{block_text(facts)}; reads {reads_text(facts)}"
     memory = facts["memory"]
     kept = f", {bytes_text(memory['kept'])} of the model's states that wait" if memory["kept"] else ""
+    kept += f", {bytes_text(facts['block_nbytes'])} of logits" if "block" in facts else ""
     state = f"{bytes_text(memory['state'])} of its own state" if memory["state"] else "no state of its own"
     yield f"  memory for a sequence of {memory['tokens']:,} tokens: {state}{kept}"
     yield from layer_lines(facts["layers"])
 
 
 def block_text(facts: Facts) -> str:
-    """What a head that drafts blocks makes of them, if it is one."""
+    """What a head that drafts blocks makes of them, if it is one; how many clusters another reads."""
+    if clusters := facts.get("clusters"):
+        return f", of which it reads {clusters['chosen']} of {clusters['count']} clusters"
     if "block" not in facts:
         return ""
     text = f", drafts up to {facts['block']} at once"

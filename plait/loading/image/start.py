@@ -14,7 +14,7 @@ from msgspec import Struct
 from plait.checkpoint.find_files import find_model
 from plait.config import EngineConfig
 from plait.engine.core import Engine
-from plait.engine.draft_places import plan_head_places
+from plait.engine.draft_places import block_nbytes, plan_head_places
 from plait.engine.fingerprint import Fingerprint
 from plait.engine.grammar_guide import Guides
 from plait.engine.host_memory import describe_memory, free_host_memory, size_on_host
@@ -227,7 +227,7 @@ def _plan_head(image: Image, config: EngineConfig, sizing: Sizing) -> DraftMemor
     beside = MOST_KEPT * head.before.shape[1] * DTYPE_BYTES[model.dtype]
     if head.blocks:
         passes, form = head.blocks
-        beside += form.most * passes.logits.shape[1] * 4
+        beside += block_nbytes(form.most, passes.logits.shape[1])
     most = Capacity(*head.program.capacity).seqs
     parts = head.states, config, model.dtype, free, longest
     return plan_head_places(*parts, beside=beside, most=most)

@@ -163,9 +163,7 @@ class MtpDrafter:
         if not len(rows):
             return
         count = chunk.start + first - place.at
-        is_known = (
-            chunk.num_logits < 2 and chunk.token_ids[-1] >= 0
-        )  # and no draft, of which some may be wrong
+        is_known = chunk.num_logits < 2 and chunk.token_ids[-1] >= 0  # of a draft some may be wrong
         if is_known and count + len(rows) > MOST_KEPT and isinstance(self.passes, KeepingPasses):
             count, rows = self._store(place, chunk, count, rows), rows[-1:]
         if len(rows) >= MOST_KEPT:

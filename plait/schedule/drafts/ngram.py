@@ -9,7 +9,7 @@ from itertools import cycle, islice
 from plait.schedule.drafts.replies import LONGEST, EarlierReplies
 from plait.schedule.drafts.turns import DraftRequest
 
-MOST_MATCHES = 64  # places that are compared, the last ones first
+MOST_MATCHES, MOST_COMPARED = 64, 256  # places that are compared, the last ones first, and tokens of them
 SURE = 12  # tokens of a match behind which text nearly always goes on as it did
 
 
@@ -44,25 +44,32 @@ class NgramProposer:
         self._indexes.pop(seq_id, None)
 
     def _match(self, one: DraftRequest) -> tuple[tuple[int, ...], int]:
-        """(a draft, how many tokens before it were the same there)."""
-        index = self._indexes.get(one.seq_id)
+        """(a draft, how many tokens before it were the same there). Each is found once for a plan."""
+        index, count = self._indexes.get(one.seq_id), len(one.token_ids)
         if index is None or not index.is_about(one.token_ids):
             index = self._indexes[one.seq_id] = _Index()
-        index.extend(one.token_ids)
-        start, length = index.match(one.token_ids)
-        draft, longer = self._replies.match(one.salt, one.token_ids, one.limit)
-        if draft and longer > length:
-            return draft, longer
-        return (_continue_tokens(one.token_ids, start, one.limit) if start else ()), length
+        known_count, limit, draft, length = index.found
+        if known_count != count or limit < one.limit:
+            index.extend(one.token_ids)
+            start, length = index.match(one.token_ids)
+            draft, longer = self._replies.match(one.salt, one.token_ids, one.limit)
+            if draft and longer > length:
+                length = longer
+            else:
+                draft = _continue_tokens(one.token_ids, start, one.limit) if start else ()
+            index.found = count, one.limit, draft, length
+        return draft[: one.limit], length
 
 
 class _Index:
     """An n-gram index of one sequence: by pair of tokens its last place, and from each the one before.
 
-    A place is the position that follows the pair; 0 is none.
+    A place is the position that follows the pair; 0 is none. `found`: at how many tokens, for which limit,
+    what was drafted, and the length of the match.
     """
 
     def __init__(self) -> None:
+        self.found: tuple[int, int, tuple[int, ...], int] = (-1, 0, (), 0)
         self._last: dict[int, int] = {}
         self._before = array("q", (0, 0))
         self._token = -1  # the last one that was looked at
@@ -83,14 +90,15 @@ class _Index:
         """(the place that follows the best match of the last tokens, its length); zeros: there is none."""
         if len(tokens) < 2:
             return 0, 0
-        best, longest = 0, 0
+        best, longest, compared = 0, 0, 0
         place = self._last.get(tokens[-2] << 32 | tokens[-1], 0)
         for _ in range(MOST_MATCHES):
-            if not place or longest == LONGEST:
+            if not place or longest == LONGEST or compared > MOST_COMPARED:
                 break
             length = 2
             while length < min(LONGEST, place) and tokens[place - length - 1] == tokens[-length - 1]:
                 length += 1
+            compared += length
             if length > longest:
                 best, longest = place, length
             place = self._before[place]

@@ -23,10 +23,10 @@ class EarlierReplies:
 
     def __init__(self, most_tokens: int = MOST_TOKENS, most_salts: int = MOST_SALTS) -> None:
         self._most_tokens, self._most_salts = most_tokens, most_salts
-        self._rings: OrderedDict[str, _Ring] = OrderedDict()  # least recently written first
+        self._rings: OrderedDict[str, _Ring] = OrderedDict()  # least recently used first
 
     def keep(self, salt: str, tokens: Sequence[int]) -> None:
-        """Add a reply. The oldest ones give way, and so does the salt that got none for longest."""
+        """Add a reply. The oldest ones give way, and so does the salt that was not used for longest."""
         if len(tokens) <= KEY:
             return
         ring = self._rings.get(salt)
@@ -40,7 +40,10 @@ class EarlierReplies:
     def match(self, salt: str, tokens: Sequence[int], limit: int) -> tuple[tuple[int, ...], int]:
         """(up to `limit` tokens that followed the last ones in a reply, how many of these were the same)."""
         ring = self._rings.get(salt)
-        return ring.match(tokens, limit) if ring and len(tokens) >= KEY else ((), 0)
+        if ring is None or len(tokens) < KEY:
+            return (), 0
+        self._rings.move_to_end(salt)
+        return ring.match(tokens, limit)
 
 
 class _Ring:

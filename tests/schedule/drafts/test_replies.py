@@ -49,6 +49,7 @@ def test_only_sequences_with_the_same_salt_read_a_reply(salt: str) -> None:
     proposer = NgramProposer()
     proposer.keep("mine", REPLY)
     assert proposer.propose([request(REPLY[:9], salt=salt)]) == {}
+    proposer.forget(1)
     assert proposer.propose([request(REPLY[:9], salt="mine")]) == {1: tuple(REPLY[9:13])}
 
 
@@ -103,22 +104,25 @@ def resting() -> Speculation:
     costs = StepCosts()
     for tokens in (1, 2, 4, 8, 16, 32, 64, 512):
         costs.observe(tokens, 0.010 + 0.0002 * tokens)
-    made = Speculation(NgramProposer(), costs, 8, governor=DraftGovernor([8]))
+    clock = iter(range(2, 1_000_000))
+    made = Speculation(
+        NgramProposer(), costs, 8, governor=DraftGovernor([8]), spent=lambda: float(next(clock))
+    )
     text = random.Random(1).sample(range(10_000, 100_000), 20_000)
     seq, at = sequence(1, text[:10], 10), 10
     while not (made.is_resting and not made._is_measuring):
         made.drafts([seq], 1)
-        made.charge(1, None if not made._is_measuring else 0.0)
+        made.charge(1, 1.0 if made._is_measuring else None)
         seq.token_ids.append(text[at])
         at += 1
         assert at < 15_000
-    made.forget(seq)
+    made.forget(seq, "stop")
     return made
 
 
 def test_a_draft_that_is_probably_right_is_made_though_drafts_rest() -> None:
     speculation = resting()
-    speculation.forget(sequence(2, [1, 2, *REPLY], 2))
+    speculation.forget(sequence(2, [1, 2, *REPLY], 2), "stop")
     seq = sequence(3, [5, 6, 7, *REPLY[: SURE - 1]], 3)
     assert speculation.rests([seq])
     assert speculation.drafts([seq], 1) == {}
@@ -132,15 +136,43 @@ def test_a_draft_that_is_probably_right_is_made_though_drafts_rest() -> None:
     assert speculation.num_accepted == len(draft)
 
 
-def test_drafts_that_were_sure_and_wrong_end() -> None:
+def test_drafts_that_were_sure_and_wrong_end_for_that_sequence_and_come_back() -> None:
     speculation = resting()
-    speculation.forget(sequence(2, [1, 2, *REPLY], 2))
-    seq = sequence(3, [5, *REPLY[:20]], 1)
+    speculation.forget(sequence(2, [1, 2, *REPLY], 2), "stop")
+    seq, other = sequence(3, [5, *REPLY[:20]], 1), sequence(4, [6, *REPLY[:20]], 1)
     for _ in range(200):
         if not (draft := speculation.drafts([seq], 1)):
             break
         speculation.observe(3, len(draft[3]), 0)
     assert speculation.drafts([seq], 1) == {}
+    assert speculation.drafts([other], 1), "another sequence has nothing to do with it"
+    seq.token_ids += [*range(500, 600), *REPLY[:20]]
+    assert speculation.drafts([seq], 1)
+
+
+def test_of_many_sequences_none_is_sure() -> None:
+    speculation = resting()
+    speculation.forget(sequence(2, [1, 2, *REPLY], 2), "stop")
+    many = [sequence(n, [5, *REPLY[:20]], 1) for n in range(10, 13)]
+    speculation.governor = DraftGovernor([8])
+    speculation.governor._load(3)._agenda.clear()
+    speculation.governor._load(3)._best = 0
+    speculation.governor._load(3)._left = speculation.governor._load(3)._pause = 1e6
+    assert speculation.rests(many)
+    assert speculation.drafts(many, 3) == {}
+
+
+@pytest.mark.parametrize(
+    ("salt", "is_complete", "is_found"), [("a", True, True), ("b", True, False), ("a", False, False)]
+)
+def test_a_reply_is_found_with_its_salt_and_if_it_is_complete(
+    salt: str, is_complete: bool, is_found: bool
+) -> None:
+    speculation = resting()
+    old, new = sequence(2, [1, 2, *REPLY], 2), sequence(3, [5, *REPLY[:20]], 1)
+    old.cache_salt, new.cache_salt = "a", salt
+    speculation.forget(old, "length" if is_complete else "cancelled")
+    assert bool(speculation.drafts([new], 1)) == is_found
 
 
 def test_a_proposer_that_fails_when_it_is_sure_is_not_called_again() -> None:
