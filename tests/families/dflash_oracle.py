@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb, repeat_kv
 
 from tests.families import tiny
-from tests.families.eagle_oracle import DEEP, DRAFTED, TRUNK, USUAL, VOCAB
+from tests.families.eagle_oracle import DEEP, DRAFTED, TRUNK, USUAL, VOCAB, describe_body
 
 MASK = 90
 WINDOWS = {
@@ -257,16 +257,8 @@ class DFlashOracle:
         layout, body = self.layout, self.body.config
         words = {
             "block_count": 2,
-            "context_length": body.max_position_embeddings,
-            "embedding_length": body.hidden_size,
-            "feed_forward_length": body.intermediate_size,
-            "attention.head_count": body.num_attention_heads,
-            "attention.head_count_kv": body.num_key_value_heads,
-            "attention.key_length": body.head_dim,
-            "attention.value_length": body.head_dim,
-            "attention.layer_norm_rms_epsilon": self.eps,
+            **describe_body(body),
             "rope.freq_base": 10000.0,
-            "vocab_size": VOCAB,
             "block_size": 8,
             "target_layers": [*layout.taps],
         }

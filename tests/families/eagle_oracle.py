@@ -124,6 +124,21 @@ GGUF_NAMES = {
 }
 
 
+def describe_body(body: Any) -> dict[str, Any]:
+    """The sizes of a head's layers, a config of transformers, by llama.cpp's keys."""
+    return {
+        "context_length": body.max_position_embeddings,
+        "embedding_length": body.hidden_size,
+        "feed_forward_length": body.intermediate_size,
+        "attention.head_count": body.num_attention_heads,
+        "attention.head_count_kv": body.num_key_value_heads,
+        "attention.key_length": body.head_dim,
+        "attention.value_length": body.head_dim,
+        "attention.layer_norm_rms_epsilon": body.rms_norm_eps,
+        "vocab_size": VOCAB,
+    }
+
+
 class EagleOracle:
     """A tiny Llama of seven layers, and a head for it: `config` and `tensors` as they would be published."""
 
@@ -199,17 +214,9 @@ class EagleOracle:
         layout, body = self.layout, self.body.config
         words = {
             "block_count": 1,
-            "context_length": body.max_position_embeddings,
-            "embedding_length": body.hidden_size,
-            "feed_forward_length": body.intermediate_size,
-            "attention.head_count": body.num_attention_heads,
-            "attention.head_count_kv": body.num_key_value_heads,
-            "attention.key_length": body.head_dim,
-            "attention.value_length": body.head_dim,
-            "attention.layer_norm_rms_epsilon": self.eps,
+            **describe_body(body),
             "rope.dimension_count": body.head_dim,
             "rope.freq_base": 10000.0,
-            "vocab_size": VOCAB,
             "target_layers": [*layout.taps],
             "target_hidden_size": self.trunk.config.hidden_size,
             "norm_before_residual": layout.says("norm_before_residual"),

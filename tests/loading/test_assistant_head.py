@@ -33,6 +33,7 @@ from plait.spec.draft_heads import AssistantSpec
 from tests.families import tiny
 from tests.families.assistant_oracle import VOCAB, WINDOW, AssistantOracle
 from tests.families.test_latent import write_gguf
+from tests.loading.head_texts import compare_texts
 
 SIZES: dict[str, Any] = {
     "device": "cpu", "threads": 1, "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 64,
@@ -69,24 +70,7 @@ def loaded(published: AssistantOracle) -> Iterator[Loaded]:
 
 
 def test_text_is_the_same_with_a_head_as_without(published: AssistantOracle) -> None:
-    """Greedy, drawn, several choices and a second turn that the prefix cache knows."""
-    prompts = [[3, 4, 5, 6, 7, 8], [9, 1, 2]]
-    params = [
-        SamplingParams(temperature=t, seed=5, max_tokens=40, n=n, ignore_eos=True)
-        for t, n in ((0.0, 1), (0.9, 2))
-    ]
-    found = []
-    for words in ({}, {"speculate": str(published.head_folder), "num_draft_tokens": 3}):
-        with LLM(str(published.model_folder), **SIZES, **words) as llm:
-            outputs = llm.generate(prompts, params)
-            longer = [[*p, *outputs[0].outputs[0].token_ids] for p in prompts]
-            outputs += llm.generate(longer, params)
-            one = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
-            outputs += llm.generate(prompts[1], one)
-            found.append([[tuple(c.token_ids) for c in out.outputs] for out in outputs])
-            drafts = llm.front.loop.engine.speculation  # type: ignore[attr-defined]
-            assert not words or (drafts.num_drafted > 0 and drafts.error is None)
-    assert found[0] == found[1]
+    compare_texts(published.model_folder, published.head_folder, SIZES, most=3, longest=90)
 
 
 def watch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], tuple[int, ...]]]:
