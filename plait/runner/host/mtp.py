@@ -165,7 +165,8 @@ class MtpDrafter:
         count = chunk.start + first - place.at
         is_known = chunk.num_logits < 2 and chunk.token_ids[-1] >= 0  # of a draft some may be wrong
         if is_known and count + len(rows) > MOST_KEPT and isinstance(self.passes, KeepingPasses):
-            count, rows = self._store(place, chunk, count, rows), rows[-1:]
+            self._store(place, chunk, count, rows)
+            count, rows = 0, rows[-1:]
         if len(rows) >= MOST_KEPT:
             rows = rows[-MOST_KEPT:]
             place.at, count = chunk.end - MOST_KEPT, 0
@@ -176,9 +177,9 @@ class MtpDrafter:
         place.count = count + len(rows)
         self._kept.put(place.index, count, rows)
 
-    def _store(self, place: HeadPlace, chunk: Chunk, count: int, rows: HiddenRows) -> int:
+    def _store(self, place: HeadPlace, chunk: Chunk, count: int, rows: HiddenRows) -> None:
         """Let the head keep what it need not wait for: the first `count` rows that were kept, and those of a
-        chunk but for the last, behind which the token is not known. Returns how many rows stay kept: none."""
+        chunk but for the last, behind which the token is not known."""
         assert isinstance(self.passes, KeepingPasses)
         if place.at != place.done or chunk.end - place.base > self.memory.max_len:
             place.base = place.done = place.at
@@ -192,7 +193,6 @@ class MtpDrafter:
             self.passes.keep(StepPlan(self._step, (own,)), [piece[:size]])
             place.done = place.at = place.done + size
         place.count, place.last, place.proposal = 0, chunk.token_ids[-1], ()
-        return 0
 
     def _take_place(self, chunk: Chunk) -> HeadPlace:
         """A place for a sequence that has none: a free one, or that of the one without drafts for longest."""
