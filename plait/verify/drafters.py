@@ -39,7 +39,7 @@ def find_loaded_head(loaded: Loaded) -> DraftHead | None:
     return find_head(loaded.opened, loaded.target, loaded.runner.decoder)
 
 
-def name_head(loaded: Loaded) -> str:
+def describe_head(loaded: Loaded) -> str:
     """What `find_loaded_head` finds, in the names of cells."""
     spec = find_spec(loaded.draft)
     return "its own head" if spec is None else spec.title

@@ -28,7 +28,7 @@ from plait.memory import PagedState, has_slots
 from plait.request import TokenLogprobs
 from plait.schedule.speculate import Proposer
 from plait.verify.cell_run import CellRun, Traced, Waves
-from plait.verify.drafters import DraftParts, find_loaded_head, make_proposer, name_head
+from plait.verify.drafters import DraftParts, describe_head, find_loaded_head, make_proposer
 from plait.verify.killed import run_killed
 from plait.verify.matrix import PLAIN, Cell, cells, durable_cells, second_load_cells
 from plait.verify.prompts import (
@@ -127,7 +127,7 @@ class Verification:
             causal=decoder.spec.causal,
             follows=self.loaded.runner.is_recorded and not has_slots(decoder.states),
             ahead=self.loaded.target.graphs is not None,
-            head=None if self._head is None else name_head(self.loaded),
+            head=None if self._head is None else describe_head(self.loaded),
         )
         found = [*plain, *sampler_cells(self.batch, size, self.asked.values())]
         has_host = self.loaded.runner.store.host is not None and not self.extent.is_small

@@ -12,7 +12,7 @@ from plait.errors import ConfigError
 from plait.loading import build
 from plait.loading.build import Loaded, load
 from plait.loading.draft_heads import load_draft_head
-from plait.verify.drafters import find_loaded_head, name_head
+from plait.verify.drafters import describe_head, find_loaded_head
 from plait.verify.matrix import cells
 from plait.verify.verify import Extent, Verification
 from tests.families.eagle_oracle import EagleOracle
@@ -65,7 +65,7 @@ def test_a_head_is_loaded_once_and_named_in_its_ways(
 def test_a_head_of_the_model_is_its_own(opened: Open, nano_hybrid: Path) -> None:
     loaded = opened(nano_hybrid, "off")
     assert find_loaded_head(loaded) is not None
-    assert name_head(loaded) == "its own head"
+    assert describe_head(loaded) == "its own head"
 
 
 def test_a_draft_model_is_no_head(pair: tuple[Path, Path], opened: Open) -> None:
