@@ -36,7 +36,7 @@ CAPS = {
     "model": 6_850,
     "ops": 7_760,
     "quant": 2_530,
-    "runner": 6_600,
+    "runner": 6_900,
     "schedule": 3_650,
     "server": 18_900,
     "spec": 1_220,
