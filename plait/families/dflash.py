@@ -28,6 +28,7 @@ from plait.families.eagle import (
     count_tokens,
     flatten_head,
     is_set,
+    read_count,
 )
 from plait.families.gguf.config import gguf_config
 from plait.families.gguf.names import ROPE_TABLES
@@ -155,8 +156,8 @@ def _build(c: Config, own: Config | dict[str, object], found: Found) -> DFlashSp
         num_drafted=c.get("draft_vocab_size") or c["vocab_size"],
         model_size=c.get("target_hidden_size") or c["hidden_size"],
         taps=_taps(own),
-        block_size=_count(own, "block_size", 16, 2, LARGEST),
-        mask_token=_count(own, "mask_token_id", None, 0, body.vocab_size - 1),
+        block_size=read_count(own, "block_size", 16, 2, LARGEST),
+        mask_token=read_count(own, "mask_token_id", None, 0, body.vocab_size - 1),
         from_last=_reads_last(own, found),
         markov_rank=found.markov_rank,
         conv=conv,
@@ -172,12 +173,12 @@ def _reads_last(own: Mapping[str, object], found: Found) -> bool:
 
 def _sizes(own: Mapping[str, object], body: ModelSpec) -> tuple[BlockConvSpec, SelectorSpec]:
     """Of what DFlash2 has more than DFlash."""
-    group = _count(own, "conv_group_size", None, 1, body.hidden_size)
+    group = read_count(own, "conv_group_size", None, 1, body.hidden_size)
     if body.hidden_size % group:
         raise UnsupportedModel(f"conv_group_size is {group}, which does not divide {body.hidden_size}")
-    rank = _count(own, "selector_rank", None, 1, WIDEST)
-    top = _count(own, "selector_top_k", None, 1, min(WIDEST, body.vocab_size))
-    kernel = _count(own, "conv_kernel_size", None, 2, LONGEST)
+    rank = read_count(own, "selector_rank", None, 1, WIDEST)
+    top = read_count(own, "selector_top_k", None, 1, min(WIDEST, body.vocab_size))
+    kernel = read_count(own, "conv_kernel_size", None, 2, LONGEST)
     return BlockConvSpec(kernel, group), SelectorSpec(rank, top)
 
 
@@ -188,7 +189,7 @@ def _see(body: ModelSpec, own: Mapping[str, object]) -> tuple[tuple[BranchSpec, 
     """
     every = next((is_set(own, key) for key in ("is_causal", "causal") if own.get(key) is not None), None)
     windows = is_set(own, "use_swa") and not any(m.window for m in body.mixers_of(AttentionSpec))
-    length = _count(own, "swa_window_size", None, 1, 2**31) if windows else None
+    length = read_count(own, "swa_window_size", None, 1, 2**31) if windows else None
 
     def turn(branch: BranchSpec) -> BranchSpec:
         m = branch.mixer
@@ -241,12 +242,3 @@ def _number(own: Mapping[str, object], key: str, usual: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
         raise UnsupportedModel(f"{key} is {str(value)[:40]!r}, not a number above 0 and below 1e6")
     return float(value)
-
-
-def _count(own: Mapping[str, object], key: str, usual: int | None, least: int, most: int) -> int:
-    value = own.get(key, usual)
-    if value is None:
-        raise UnsupportedModel(f"the file has no {key}, which such a head needs")
-    if type(value) is not int or not least <= value <= most:
-        raise UnsupportedModel(f"{key} is {str(value)[:40]!r}, not a number from {least} to {most}")
-    return value

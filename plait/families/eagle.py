@@ -1,4 +1,4 @@
-"""EAGLE-3: heads for drafts that come in files of their own, one for each model.
+"""EAGLE-3 and P-EAGLE: heads for drafts that come in files of their own, one for each model.
 
 Layouts of SafeAILab's first heads, of SpecForge and NVIDIA's ModelOpt (`midlayer`), and of vLLM's Speculators
 (`layers.0`, and a config in two parts). A tensor shows that a checkpoint is one: many configs say "Llama".
@@ -36,6 +36,8 @@ ARCHITECTURE, GGUF, TABLE = "general.architecture", "eagle3", "token_embd.weight
 GGUF_KEYS = ("target_layers", "target_hidden_size", "norm_before_residual", "norm_before_fc")
 DEFAULTS = {"norm_eps": 1e-6, "hidden_act": "silu", "max_position_embeddings": 2048}
 OF_TRAINING = (r"(^|\.)t2d$", r"^verifier_(norm|lm_head)\.")  # the way back of d2t; the model's, of training
+MASKS = ("mask_token_id", "ptd_token_id", "pard_token")  # of P-EAGLE: Speculators, its authors, vLLM
+MASK = "mask_hidden"
 BODIES = ("llama", "qwen2", "qwen3", "mistral")  # attention and a gated feed-forward in each layer
 
 
@@ -177,7 +179,19 @@ def _build(c: Config, flat: Config, shapes: Shapes, prefix: str, first: str) -> 
         norms_states=norms,
         keeps_normed=is_set(flat, "norm_before_residual"),
         passes_normed=is_set(flat, "norm_output"),
+        mask_token=_find_mask(flat, shapes, body.vocab_size),
     )
+
+
+def _find_mask(flat: Config, shapes: Shapes, vocab_size: int) -> int | None:
+    """What stands for a token of a draft, in a head of P-EAGLE; None: it is another one."""
+    keys = [key for key in MASKS if flat.get(key) is not None]
+    has_states = any(f"{prefix}{MASK}" in shapes for prefix in PREFIXES)
+    if not has_states and flat.get("speculators_model_type") != "peagle" and keys in ([], ["mask_token_id"]):
+        return None  # a mask may also be one of its model's tokens
+    if not keys:
+        raise UnsupportedModel(f"it drafts in one pass, and the file has none of {', '.join(MASKS)}")
+    return read_count(flat, keys[0], None, 0, vocab_size - 1)
 
 
 def _taps(flat: Config) -> tuple[int, ...] | None:
@@ -206,10 +220,21 @@ def is_set(config: Mapping[str, object], key: str, *, usual: bool = False) -> bo
     return usual if value is None else value
 
 
+def read_count(config: Mapping[str, object], key: str, usual: int | None, least: int, most: int) -> int:
+    """A whole number of a config. Raises UnsupportedModel for one that is missing, or outside."""
+    value = config.get(key, usual)
+    if value is None:
+        raise UnsupportedModel(f"the file has no {key}, which such a head needs")
+    if type(value) is not int or not least <= value <= most:
+        raise UnsupportedModel(f"{key} is {str(value)[:40]!r}, not a number from {least} to {most}")
+    return value
+
+
 def _names(prefix: str, first: str) -> Rules:
     """Ours to those of the file."""
     usual = transformer(prefix)
-    names: dict[str, Source] = {
+    names: dict[str, Source | tuple[Source, ...]] = {
+        "mask": tuple(f"{prefix}{MASK}" for prefix in PREFIXES),
         "embed": f"{prefix}embed_tokens",
         "d2t": "d2t",
         "hidden_norm": f"{prefix}{first}.hidden_norm",

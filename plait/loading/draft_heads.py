@@ -89,6 +89,8 @@ def load_draft_head(
             trunk.reader = StateReader(spec, weights, model)
             trunk.layers = trunk.reader.layers
         head = _build(spec, weights, trunk if target.comm.rank.size == 1 else None, model, lent)
+        if isinstance(head, EagleHead):
+            head.make_mask(trunk.reader if isinstance(trunk, ObservedDecoder) else None)
         weights.check_all_used(logs=False)  # no option chose the format
     draft.checkpoint.release()
     log.info("%s: %s, %s", spec.title, draft.files.name, gib(own.weights_nbytes))

@@ -38,15 +38,16 @@ from plait.model.assistant import AssistantHead
 from plait.model.decoder import Decoder
 from plait.model.dflash import DFlashHead
 from plait.model.draft_head import ChainHead, DraftHead
+from plait.model.eagle import EagleHead
 from plait.model.mtp import FC, MtpHead
 from plait.ops.chip import Chip
 from plait.quant.weight import Dense, as_weight
-from plait.runner.block_passes import make_block_passes
+from plait.runner.block_passes import make_block_passes, make_masked_passes
 from plait.runner.draft import DraftModel
 from plait.runner.host.assistant import MOST_SEEN, AssistantDrafter, HeadDrafter
-from plait.runner.host.block_passes import HostBlockPasses
+from plait.runner.host.block_passes import RecordedPasses
 from plait.runner.host.mtp import MOST_KEPT, KeptRows, MtpDrafter
-from plait.runner.host.mtp_passes import HeadPasses, HostPasses
+from plait.runner.host.mtp_passes import HeadPasses
 from plait.runner.host.static_batch import Capacity
 from plait.runner.mtp_passes import HeadRunner, make_passes
 from plait.runner.runner import ModelRunner
@@ -235,8 +236,11 @@ def make_drafter(
 ) -> MtpDrafter:
     """Memory and passes for a head that was loaded for `target`. Raises OutOfMemory."""
     beside = MOST_KEPT * head.width * target.dtype.itemsize
+    most = min(config.num_draft_tokens, MOST_DRAFTED)
     if isinstance(head, DFlashHead):  # logits of a block
-        beside += block_nbytes(min(config.num_draft_tokens, head.spec.most), head.spec.vocab_size)
+        beside += block_nbytes(min(most, head.spec.most), head.spec.vocab_size)
+    elif isinstance(head, EagleHead) and head.mask is not None:
+        beside += block_nbytes(most, head.spec.vocab_size)
     free, dtype = free_memory(target.device), name_of(target.dtype)
     memory = plan_head_places(head.states, config, dtype, free, max_model_len, beside=beside)
     capacity = Capacity.of(memory.max_step_len, memory.num_places, max_model_len, memory.block_size)
@@ -244,8 +248,9 @@ def make_drafter(
     with out_of_memory(f"allocating memory for drafts of {memory.num_places} sequences"):
         store = StateStore(head.states, memory.num_blocks, 0, memory.block_size, *where)
         if isinstance(head, DFlashHead):
-            most = min(config.num_draft_tokens, MOST_DRAFTED)
             made = make_block_passes(head, store, sampler, where, threads, capacity, most)
+        elif isinstance(head, EagleHead) and head.mask is not None:
+            made = make_masked_passes(head, store, sampler, where, threads, capacity, most)
         else:
             assert isinstance(head, ChainHead)
             made = make_passes(head, store, sampler, where, threads, capacity)
@@ -277,7 +282,7 @@ def _show_passes(made: HeadRunner, target: Target) -> None:
     """Log how a head runs, and have `plait info --ops` show it."""
     step_log.info("step of the head for drafts: %s", made.kind)
     if target.drafts is not None:
-        is_recorded = isinstance(made.passes, HostPasses | HostBlockPasses)
+        is_recorded = isinstance(made.passes, RecordedPasses)
         target.drafts.bound.append(bind_step(made.kind, is_recorded=is_recorded))
 
 

@@ -4,6 +4,9 @@ Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Mo
 Of each token the states of three layers become one, g = fc([low; middle; high]), in the model's own step. A
 layer reads [norm(e); norm(g)] and adds to g; e is the embedding of the next token. What comes out is read by
 an output head of fewer tokens, and takes the place of g for the next draft token.
+
+P-EAGLE (AWS 2026, "P-EAGLE: Parallel-Drafting EAGLE with Scalable Training", arXiv 2602.01469) makes all of a
+draft in one pass: the places behind the last token have the embedding of a mask and a learned g.
 """
 
 from __future__ import annotations
@@ -12,10 +15,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import reduce
 
+import torch
 from torch import Tensor
 
 from plait.checkpoint.weights import Weights
-from plait.errors import ConfigError
+from plait.errors import ConfigError, ShapeMismatch
 from plait.model.decoder import Branch, Decoder
 from plait.model.draft_head import ChainHead, check_sizes
 from plait.model.head_tables import HeadTables
@@ -152,7 +156,26 @@ class EagleHead(ChainHead):
         self.branches = [Branch(b, weights.scope(name), s.hidden_size) for name, b in named]
         self.norm = Norm(s.norm, weights.scope("norm"), s.hidden_size)
         self._join, self._combine = weights.bind(join), weights.bind(combine)
+        self._masked = self._read_mask(weights) if s.mask_token is not None else None
+        self.mask: Tensor | None = None
         super().__init__(weights, (self.first.states, *(branch.states for branch in self.branches)))
+
+    def _read_mask(self, weights: Weights) -> Tensor:
+        size = (len(self.spec.list_taps(0)) or 1) * self.spec.model_size
+        x = weights.tensor("mask").flatten()
+        if len(x) != size:
+            raise ShapeMismatch(f"mask_hidden has {len(x)} numbers, and the head reads {size}")
+        return x
+
+    @torch.inference_mode()
+    def make_mask(self, reader: StateReader | None) -> None:
+        """Set `mask`, [1, width]: what stands for a model's row where a token of a draft is to be made.
+
+        reader: what the model has; None: the head reads what is behind its last norm.
+        """
+        if self._masked is not None:
+            parts = self._masked[None].split(self.spec.model_size, -1)
+            self.mask = reader(dict(zip(reader.layers, parts, strict=True))) if reader else parts[0]
 
     def compute(self, batch: Batch, store: StateStore, before: Tensor) -> Tensor:
         """See `ChainHead`. The state to go on from is not normed, but where the head was trained so."""

@@ -1,4 +1,4 @@
-"""Passes of a head that drafts a block at once: recorded as two native programs, or op by op."""
+"""Passes of a head that drafts all tokens at once: recorded as native programs, or op by op."""
 
 from __future__ import annotations
 
@@ -11,9 +11,18 @@ from torch import Tensor
 from plait.errors import CannotRecord
 from plait.model.block_choice import BlockChoice
 from plait.model.dflash import DFlashHead
+from plait.model.eagle import EagleHead
 from plait.model.token_conv import BlockRows
 from plait.runner.batches.inputs import build_batch
-from plait.runner.host.block_passes import BlockForm, HostBlockPasses, plan_blocks, sample_blocks
+from plait.runner.host.block_passes import (
+    BlockForm,
+    HostBlockPasses,
+    HostMaskedPasses,
+    MaskForm,
+    plan_blocks,
+    plan_masks,
+    sample_blocks,
+)
 from plait.runner.host.mtp import HiddenOnHost
 from plait.runner.host.mtp_passes import Drafts, HiddenRows, replace_position
 from plait.runner.host.program import Floats, HostProgram, StepResults
@@ -62,6 +71,33 @@ class EagerBlockPasses:
         """See `KeepingPasses`."""
         batch = build_batch(plan, self._head.groups, self._store.block_size, self._device)
         self._head.keep(batch, self._store, torch.cat([torch.as_tensor(row) for row in rows]))
+
+
+class EagerMaskedPasses:
+    """Of a head that needs one pass over what is known and masks, op by op, on any device."""
+
+    ahead = 0
+
+    def __init__(
+        self, head: EagleHead, store: StateStore, sampler: Sampler, device: torch.device, form: MaskForm
+    ) -> None:
+        self._head, self._store, self._sampler, self._device = head, store, sampler, device
+        self._form, self.most = form, form.most
+
+    @torch.inference_mode()
+    def run(
+        self, plan: StepPlan, rows: Sequence[HiddenRows], sampling: Sequence[SamplingRow], length: int
+    ) -> Drafts:
+        """See `HeadPasses`."""
+        head, mask = self._head, self._head.mask
+        assert mask is not None
+        masks = mask.expand(length - 1, -1)
+        before = torch.cat([part for row in rows for part in (torch.as_tensor(row), masks)])
+        plan = plan_masks(plan, length, self._form.token)
+        batch = build_batch(plan, head.groups, self._store.block_size, self._device)
+        last = head.keep_last(head.compute(batch, self._store, before), batch, before)
+        answers = self._sampler.sample(head.logits(last), sample_blocks(sampling, length))
+        return [answer.token_ids for answer in answers]
 
 
 class ChosenBlockPasses(HostBlockPasses):
@@ -152,6 +188,59 @@ def record_block_passes(
     if head.choice:
         passes = ChosenBlockPasses(passes, sampler.host, head.choice, rows)
     return passes, len(keeping.names) + len(drafting.names)
+
+
+def record_masked_passes(
+    head: EagleHead,
+    store: StateStore,
+    sampler: Sampler,
+    threads: NativeExecutor,
+    capacity: Capacity,
+    form: MaskForm,
+) -> tuple[HostMaskedPasses, int]:
+    """A head's pass as a native program, and its launches. Raises CannotRecord.
+
+    capacity: of a pass over what is known.
+    """
+    tokens, logits = capacity.tokens + capacity.seqs * (form.most - 1), capacity.seqs * form.most
+    logits += logits == tokens  # a recording distinguishes tokens and rows of logits by their number
+    most = Capacity(tokens, logits, capacity.seqs, capacity.blocks)
+    static, before = StaticBatch(most, head.groups, store.block_size), torch.zeros(tokens, head.width)
+    batch, largest = view_as_batch(static, head.groups), sampler.plain_largest
+    with threads.record(tokens, logits) as table, ViewsOnly():
+        hidden = head.compute(batch, store, before)
+        made = head.logits(head.keep_last(hidden, batch, before))
+        found = largest(made) if largest else None
+    likeliest = (found[0].numpy(), found[1].numpy()) if found else None
+    program = HostProgram(threads, table, static, StepResults(hidden.numpy(), made.numpy(), likeliest))
+    assert store.host is not None
+    return HostMaskedPasses(program, before.numpy(), store.host, sampler.host, form), len(table.names)
+
+
+def make_masked_passes(
+    head: EagleHead,
+    store: StateStore,
+    sampler: Sampler,
+    target: tuple[torch.device, torch.dtype],
+    threads: NativeExecutor | None,
+    capacity: Capacity,
+    most: int,
+) -> HeadRunner:
+    """See `make_block_passes`, of a head that needs one pass for a draft."""
+    (device, dtype), why = target, "there is no executor of native kernels"
+    assert head.mask is not None
+    assert head.spec.mask_token is not None
+    form = MaskForm(most, head.spec.mask_token, head.mask.float().cpu().numpy().tobytes())
+    if threads is not None:
+        try:
+            passes, launches = record_masked_passes(head, store, sampler, threads, capacity, form)
+            kept = HiddenOnHost(capacity.seqs, head.width)
+            return HeadRunner(passes, kept, f"{launches} launches, one call")
+        except CannotRecord as error:
+            why = str(error)
+    kept_there = HiddenOnDevice(capacity.seqs, head.width, dtype, device)
+    eager = EagerMaskedPasses(head, store, sampler, device, form)
+    return HeadRunner(eager, kept_there, f"op by op: {why}")
 
 
 def make_block_passes(

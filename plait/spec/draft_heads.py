@@ -43,16 +43,18 @@ class EagleSpec(ReadingSpec):
     """EAGLE-3 (Li et al. 2025): see `model.eagle`.
 
     `keeps_normed`: the first layer adds to the normed state. `passes_normed`: the next draft token is made of
-    a normed state, too.
+    a normed state, too. `mask_token`: what stands for a token of the draft where one pass makes all of them
+    (P-EAGLE); None: each has a pass of its own.
     """
 
     keeps_normed: bool = False
     passes_normed: bool = False
+    mask_token: int | None = None
 
     @property
     def title(self) -> str:
         """See `DraftHeadSpec`."""
-        return "a head of EAGLE-3"
+        return "a head of EAGLE-3" if self.mask_token is None else "a head of P-EAGLE"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,13 @@
-"""Heads of EAGLE-3 as a reference: the paper's equations around layers of transformers, in float32.
+"""Heads of EAGLE-3 and P-EAGLE as a reference: the papers' equations around layers of transformers.
 
-A head is a Llama or Qwen3 of its own, of which the first layer's projections read two vectors: a token's
-embedding, and a state. Norms are where each published code has them.
+All is in float32. A head is a Llama or Qwen3 of its own, of which the first layer's projections read two
+vectors: a token's embedding, and a state. Norms are where each published code has them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from tests.families import tiny
 from tests.families.variant import Variant
 
+MASKS = ("mask_token_id", "ptd_token_id")
 VOCAB, DRAFTED, TRUNK = 97, 41, "llama_deep"
 DEEP = Variant("LlamaConfig", {"num_hidden_layers": 7, "rms_norm_eps": 1e-5, "tie_word_embeddings": False})
 USUAL: Mapping[str, Any] = {
@@ -101,6 +102,18 @@ LAYOUTS = {
         layer={"hidden_size": 48},
         has_embedding=True,
     ),
+    "parallel": EagleLayout(
+        first="layers.0",
+        own={
+            "speculators_model_type": "peagle",
+            "architectures": ["PEagleSpeculator"],
+            "mask_token_id": 6,
+            "fc_norm": True,
+        },
+        layer={"num_hidden_layers": 2},
+        parts=True,
+        has_embedding=True,
+    ),
     "last": EagleLayout(
         prefix="model.",
         own={"eagle_config": {"use_aux_hidden_state": False}},
@@ -169,6 +182,7 @@ class EagleOracle:
         self.fc_norms = [torch.randn(width) * 0.3 + 1 for _ in range(count)]
         self.input_norm = torch.randn(count * width) * 0.3 + 1
         self.head = torch.randn(layout.drafted, size) * 0.3
+        self.masked = torch.randn(1, 1, max(count, 1) * width)
         tokens = torch.randperm(VOCAB)[: layout.drafted].sort().values
         self.tokens = tokens
         if not layout.has_embedding:
@@ -193,6 +207,8 @@ class EagleOracle:
             found |= {"verifier_norm.weight": torch.ones(3), "verifier_lm_head.weight": torch.ones(3, 3)}
         if layout.taps:
             found[f"{at}fc.weight"] = self.fc
+        if self.mask_token is not None:
+            found[f"{at}mask_hidden"] = self.masked
         if layout.says("norm_before_fc"):
             found[f"{at}input_norm.weight"] = self.input_norm
         if layout.says("fc_norm"):
@@ -201,6 +217,11 @@ class EagleOracle:
             found["d2t"] = self.tokens - torch.arange(layout.drafted)
             found["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, self.tokens, True)
         return found
+
+    @property
+    def mask_token(self) -> int | None:
+        """What stands for a token of a draft, in a head that makes all of them in one pass."""
+        return next((self.layout.own[key] for key in MASKS if key in self.layout.own), None)
 
     def write(self, folder: Path) -> Path:
         """The head as a checkpoint directory."""
@@ -246,18 +267,33 @@ class EagleOracle:
         made = self.trunk.model(ids[None], use_cache=False, output_hidden_states=True)
         if not self.layout.taps:
             return made.last_hidden_state[0]
-        inner, last = [], []
+        last = []
         handle = self.trunk.model.norm.register_forward_pre_hook(lambda _, args: last.append(args[0]))
         self.trunk.model(ids[None], use_cache=False)
         handle.remove()
         states = [*made.hidden_states[:-1], last[0]]
-        for norm, layer in zip(self.fc_norms, self.layout.taps, strict=True):
-            inner.append(
-                self._rms(states[layer][0], norm) if self.layout.says("fc_norm") else states[layer][0]
-            )
-        x = torch.cat(inner, -1)
+        return self._read([states[layer][0] for layer in self.layout.taps])
+
+    def _read(self, states: Sequence[Tensor]) -> Tensor:
+        """States before each of the layers -> what the head goes on from: [T, hidden]."""
+        if self.layout.says("fc_norm"):
+            states = [self._rms(x, norm) for x, norm in zip(states, self.fc_norms, strict=True)]
+        x = torch.cat([*states], -1)
         x = self._rms(x, self.input_norm) if self.layout.says("norm_before_fc") else x
         return x @ self.fc.T
+
+    @torch.no_grad()
+    def draft(self, ids: Tensor, g: Tensor, count: int) -> Tensor:
+        """The likeliest draft behind tokens, and g of those before them: [count]."""
+        if self.mask_token is not None:
+            states = self.masked[0].chunk(len(self.layout.taps), -1) if self.layout.taps else ()
+            masked = self._read(states) if states else self.masked[0]
+            known = torch.cat([ids, torch.full((count - 1,), self.mask_token)])
+            return self.outputs(known, torch.cat([g, masked.expand(count - 1, -1)]))[1][-count:].argmax(-1)
+        for _ in range(count):
+            states, logits = self.outputs(ids, g)
+            ids, g = torch.cat([ids, logits[-1:].argmax(-1)]), torch.cat([g, states[-1:]])
+        return ids[-count:]
 
     @torch.no_grad()
     def outputs(self, ids: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:

@@ -142,6 +142,48 @@ def test_head_drafts_as_the_reference_does(made: Made) -> None:
         states, logits = session.draft(at, token, states[-1:])
 
 
+def test_a_mask_stands_for_what_the_model_made(made: Made) -> None:
+    oracle, trunk, head = made
+    head.make_mask(trunk.reader)
+    assert (head.mask is None) == (oracle.mask_token is None)
+    if head.mask is None:
+        return
+    ids, session = some_ids(9, 5), Session(head)
+    g, masks = oracle.observe(ids)[:-1], torch.full((3,), head.spec.mask_token or 0)
+    rows = torch.cat([g, head.mask.expand(3, -1)])
+    _, logits = session.draft(0, torch.cat([ids[1:], masks]), rows)
+    assert torch.equal(logits[-4:].argmax(-1), oracle.draft(ids[1:], g, 4))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mask_token_id": VOCAB}, "mask_token_id is '97', not a number from 0 to 96"),
+        (
+            {"mask_token_id": None},
+            "in one pass, and the file has none of mask_token_id, ptd_token_id",
+        ),
+        ({"mask_token_id": None, "ptd_token_id": 1.0}, "ptd_token_id is '1.0', not a number"),
+    ],
+)
+def test_a_head_with_masks_says_which_token_they_have(
+    changes: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        describe(EagleOracle("parallel", tmp_path), **changes)
+
+
+def test_masks_of_other_sizes_are_refused(tmp_path: Path) -> None:
+    oracle = EagleOracle("parallel", tmp_path)
+    oracle.tensors["mask_hidden"] = torch.ones(1, 1, 64)
+    with pytest.raises(ShapeMismatch, match="mask_hidden has 64 numbers, and the head reads 96"):
+        build_head(oracle)
+    del oracle.tensors["mask_hidden"]
+    with pytest.raises(MissingTensor, match="mask_hidden"):
+        build_head(oracle)
+    assert describe(oracle, speculators_model_type="eagle3")[0].mask_token is None, "a token of its model"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -162,7 +204,7 @@ def test_heads_that_cannot_be_are_refused(changes: dict[str, object], message: s
 VALUES = (None, -1, 0, 3, 10**9, 0.5, 1e30, float("nan"), True, "x", [], [1], ["x"], {}, {"rope_type": "x"})
 
 
-@pytest.mark.parametrize("name", ["modelopt", "speculators"])
+@pytest.mark.parametrize("name", ["modelopt", "speculators", "parallel"])
 def test_no_value_of_a_config_raises_another_error(name: str, tmp_path: Path) -> None:
     oracle = EagleOracle(name, tmp_path)
     inner = oracle.config.get("transformer_layer_config", {})

@@ -1,4 +1,4 @@
-"""A head of EAGLE-3 that drafts for a model: the same text with and without, and what is refused."""
+"""A head of EAGLE-3 or P-EAGLE that drafts for a model: the same text with and without, and refusals."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from plait.loading.build import Loaded, load
 from plait.loading.draft_heads import find_spec, list_head_ops, load_draft_head
 from plait.loading.draft_model import open_draft
 from plait.loading.open_model import open_model
-from plait.model.eagle import ObservedDecoder
+from plait.model.eagle import EagleHead, ObservedDecoder
 from plait.ops.registry import REGISTRY
+from plait.runner.block_passes import EagerMaskedPasses
+from plait.runner.host.block_passes import HostMaskedPasses
 from plait.runner.host.mtp_passes import HostPasses
 from plait.runner.host.program import ProgramReplay
 from plait.runner.host.turns import NativeTurns
@@ -37,7 +39,7 @@ SIZES: dict[str, Any] = {
     "dtype": "float32",
 }  # fmt: skip
 GREEDY, DRAWN = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.95)
-NAMES = ["first", "speculators"]
+NAMES = ["first", "speculators", "parallel"]
 
 
 class Published:
@@ -73,10 +75,10 @@ def test_text_is_the_same_with_a_head_as_without(published: Published) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"ops": "reference"}], ids=["native", "reference"])
-def test_drafts_are_those_of_the_reference(first: Published, options: dict[str, str]) -> None:
+def test_drafts_are_those_of_the_reference(published: Published, options: dict[str, str]) -> None:
     """Of references the very tokens; native ones have weights in five bits, and draft tokens it knows."""
-    oracle = first.oracle
-    made = first.load(**options)
+    oracle = published.oracle
+    made = published.load(**options)
     try:
         drafter = made.drafter
         assert drafter is not None
@@ -86,13 +88,7 @@ def test_drafts_are_those_of_the_reference(first: Published, options: dict[str, 
         drafter.observe(StepPlan(1, (chunk,)), shown)
         found = drafter.propose([DraftRequest(1, tuple(ids), 4, GREEDY, 0)])
         if options:
-            known, g, wanted = torch.tensor(ids[1:]), shown, []
-            for _ in range(4):
-                states, logits = oracle.outputs(known, g)
-                token = logits[-1:].argmax(-1)
-                wanted.append(int(token))
-                known, g = torch.cat([known, token]), torch.cat([g, states[-1:]])
-            assert found == {1: tuple(wanted)}
+            assert found == {1: tuple(oracle.draft(torch.tensor(ids[1:]), shown, 4).tolist())}
         assert set(found[1]) <= set(oracle.tokens.tolist()), "tokens that the head knows"
     finally:
         made.front.close(drain=False)
@@ -102,14 +98,17 @@ def test_drafts_are_those_of_the_reference(first: Published, options: dict[str, 
 def test_recorded_passes_give_the_drafts_of_passes_op_by_op(loaded: Loaded, params: SamplingParams) -> None:
     drafter, target = loaded.drafter, loaded.target
     assert drafter is not None
-    assert isinstance(drafter.passes, HostPasses)
+    assert isinstance(drafter.passes, HostPasses | HostMaskedPasses)
     draft = open_draft(loaded.config, loaded.front.spec, None)
     spec = find_spec(draft)
     assert spec is not None
     head = load_draft_head(draft, spec, loaded.opened, target, loaded.runner.decoder)
     memory = drafter.memory
     store = StateStore(head.states, memory.num_blocks, 0, memory.block_size, target.device, target.dtype)
-    eager = EagerPasses(head, store, loaded.runner.sampler, target.device)
+    where = head, store, loaded.runner.sampler, target.device
+    assert isinstance(head, EagleHead)
+    form = getattr(drafter.passes, "form", None)
+    eager = EagerMaskedPasses(*where, form) if form else EagerPasses(*where)
     rows = [torch.randn(1, head.width), torch.randn(5, head.width)]
     chunks = tuple(
         Chunk(n, 0, tuple(range(7, 7 + len(row))), memory.tables(n, 0, 24), 0, 1)
@@ -120,11 +119,13 @@ def test_recorded_passes_give_the_drafts_of_passes_op_by_op(loaded: Loaded, para
     assert eager.run(plan, rows, sampling, 3) == drafter.passes.run(plan, rows, sampling, 3)
 
 
-def test_a_step_with_what_a_head_reads_is_recorded_and_has_turns(loaded: Loaded) -> None:
+def test_a_step_with_what_a_head_reads_is_recorded(loaded: Loaded) -> None:
+    """Turns run draft tokens one by one, so they are not of a head that makes all in one pass."""
     replay = loaded.runner.replay
     assert isinstance(loaded.runner.decoder, ObservedDecoder)
     assert isinstance(replay, ProgramReplay)
-    assert isinstance(replay.turns, NativeTurns)
+    assert loaded.drafter is not None
+    assert isinstance(replay.turns, NativeTurns) == isinstance(loaded.drafter.passes, HostPasses)
     assert replay.program.results.for_head is not replay.program.results.hidden
 
 

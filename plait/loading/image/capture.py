@@ -37,7 +37,7 @@ from plait.loading.image.file_format import (
 )
 from plait.loading.image.restore import as_bytes, list_buffers
 from plait.memory import PagedState
-from plait.runner.host.block_passes import HostBlockPasses, RecordedPasses
+from plait.runner.host.block_passes import HostBlockPasses, HostMaskedPasses, RecordedPasses
 from plait.runner.host.program import HostProgram
 from plait.state.host_store import HostStore
 
@@ -122,10 +122,10 @@ def capture_step(
     programs, made, own = [program], _program(memory, program), None
     if head is not None:
         states = {name: s for name, s in head.store.states.items() if isinstance(s, PagedState)}
-        blocks = None
+        blocks, masks = None, head.form if isinstance(head, HostMaskedPasses) else None
         if isinstance(head, HostBlockPasses):
             blocks = _program(memory, head.blocks), head.form
-        own = HeadPart(_program(memory, head.program), blocks, _result(memory, head.before), states)
+        own = HeadPart(_program(memory, head.program), blocks, masks, _result(memory, head.before), states)
         programs += _list_passes(head)
     tables = [word for held in _list_held(programs) for word in _table_words(memory, held)]
     loops = {name: memory.kernel(kernel) for name, kernel in list_loops().items()}

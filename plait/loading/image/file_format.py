@@ -28,10 +28,10 @@ from plait.engine.fingerprint import Fingerprint
 from plait.errors import BadFile
 from plait.kernels.load import is_foreign_file
 from plait.memory import PagedState, SlotState, State
-from plait.runner.host.block_passes import BlockForm
+from plait.runner.host.block_passes import BlockForm, MaskForm
 from plait.typed_values import decode_msgpack
 
-MAGIC = b"plaitim4"
+MAGIC = b"plaitim5"
 _START = struct.Struct("<8sQQ32s")
 _PAGE = 4096
 HEAD, BLOCKS = "mtp.", "mtp.blocks."  # the names of a head's buffers begin with one of these
@@ -107,11 +107,13 @@ class ProgramPart(Struct, frozen=True):
 class HeadPart(Struct, frozen=True):
     """A head that drafts: its passes, the hidden states that they read, and its state.
 
-    blocks: the passes of one that drafts a block at once, and what blocks are; None: it does not.
+    blocks: the passes of one that drafts a block at once, and what blocks are; masks: what stands for tokens
+    of a draft that one pass makes. None: it does not draft so.
     """
 
     program: ProgramPart
     blocks: tuple[ProgramPart, BlockForm] | None
+    masks: MaskForm | None
     before: Result
     states: Mapping[str, PagedState]  # in order
 

@@ -34,7 +34,7 @@ from plait.loading.image.file_format import (
     TilesPart,
 )
 from plait.memory import State, block_groups
-from plait.runner.host.block_passes import HostBlockPasses, RecordedPasses
+from plait.runner.host.block_passes import HostBlockPasses, HostMaskedPasses, RecordedPasses
 from plait.runner.host.mtp_passes import HostPasses
 from plait.runner.host.program import HostProgram, StepResults
 from plait.runner.host.sampler import HostSampler
@@ -127,6 +127,8 @@ class RestoredStep:
         assert head is not None
         assert store is not None
         own = self._make(head.program, self._passes[0]), self._view(head.before), store
+        if head.masks is not None:
+            return HostMaskedPasses(*own, sampler, head.masks)
         if head.blocks is None:
             return HostPasses(*own, sampler)
         part, form = head.blocks

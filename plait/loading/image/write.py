@@ -33,8 +33,7 @@ from plait.loading.target import make_target
 from plait.memory import PagedState, SlotState
 from plait.ops.registry import list_variants
 from plait.runner.block_passes import ChosenBlockPasses
-from plait.runner.host.block_passes import HostBlockPasses, RecordedPasses
-from plait.runner.host.mtp_passes import HostPasses
+from plait.runner.host.block_passes import RecordedPasses
 from plait.runner.host.program import ProgramReplay
 from plait.runner.runner import ModelRunner
 from plait.spec.values import encode_spec_value
@@ -153,7 +152,7 @@ def _head(built: Built | Loaded) -> RecordedPasses | None:
     passes = built.drafter.passes if built.drafter else None
     if isinstance(passes, ChosenBlockPasses):
         return None
-    return passes if isinstance(passes, HostPasses | HostBlockPasses) else None
+    return passes if isinstance(passes, RecordedPasses) else None
 
 
 def _model_part(built: Built | Loaded, blocks: Sequence[KeptBlock]) -> ModelPart:

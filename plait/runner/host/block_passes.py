@@ -1,4 +1,6 @@
-"""Passes of a head that drafts a block at once, as two native programs: of what is known, and of blocks.
+"""Passes of a head that drafts all tokens at once, as native programs.
+
+Heads of blocks have two: of what is known, and of blocks. P-EAGLE has one: masks follow what is known.
 
 Nothing here needs torch: `runner.block_passes` records them, and has what runs op by op.
 """
@@ -81,7 +83,57 @@ class HostBlockPasses:
         return [answer.token_ids for answer in answers]
 
 
-RecordedPasses = HostPasses | HostBlockPasses
+class MaskForm(Struct, frozen=True):
+    """What stands for tokens of a draft that one pass makes. `most`: how many, at most; `token`: in the place
+    of each; `row`: in the place of what the model made of the token before it, float32."""
+
+    most: int
+    token: int
+    row: bytes
+
+
+class HostMaskedPasses:
+    """One native program, over what is known of a sequence and masks behind it.
+
+    `before`: what the model made of rows, [most tokens, width]; `store`: keys and values; `form`: of masks.
+    """
+
+    ahead = 0
+
+    def __init__(
+        self, program: HostProgram, before: Floats, store: HostStore, sampler: HostSampler, form: MaskForm
+    ) -> None:
+        self.program, self.before, self.store, self.form = program, before, store, form
+        self._row, self._sampler = np.frombuffer(form.row, np.float32), sampler
+
+    @property
+    def most(self) -> int:
+        """See `HeadPasses`."""
+        return self.form.most
+
+    def run(
+        self, plan: StepPlan, rows: Sequence[HiddenRows], sampling: Sequence[SamplingRow], length: int
+    ) -> Drafts:
+        """See `HeadPasses`."""
+        at = 0
+        for row in rows:
+            end = at + len(row)
+            self.before[at:end] = np.asarray(row)
+            at = end + length - 1
+            self.before[end:at] = self._row
+        logits = self.program(plan_masks(plan, length, self.form.token))
+        answers = self._sampler.sample(logits, sample_blocks(sampling, length), self.program.results.largest)
+        return [answer.token_ids for answer in answers]
+
+
+RecordedPasses = HostPasses | HostBlockPasses | HostMaskedPasses
+
+
+def plan_masks(plan: StepPlan, length: int, token: int) -> StepPlan:
+    """The pass of `plan` with masks behind each chunk; its last token and they give the tokens of a draft."""
+    masks = (token,) * (length - 1)
+    chunks = (Chunk(c.seq_id, c.start, (*c.token_ids, *masks), c.blocks, c.slot, length) for c in plan.chunks)
+    return replace(plan, chunks=tuple(chunks))
 
 
 def plan_blocks(plan: StepPlan, length: int, form: BlockForm) -> StepPlan:

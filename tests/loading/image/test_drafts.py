@@ -16,7 +16,7 @@ from plait.config import EngineConfig
 from plait.loading.image import start, write
 from plait.loading.image.start import find_image, load_image, start_image
 from plait.request import SamplingParams
-from plait.runner.host.block_passes import HostBlockPasses
+from plait.runner.host.block_passes import HostBlockPasses, RecordedPasses
 from plait.runner.host.mtp import MtpDrafter
 from plait.runner.host.mtp_passes import HostPasses
 from plait.schedule.plan import Chunk, SamplingRow, StepPlan
@@ -146,7 +146,7 @@ def compare_heads(first: MtpDrafter, second: object) -> None:
     for params in ({"temperature": 0.0}, {"temperature": 1.0, "top_p": 0.95}):
         found = []
         for passes, drafter in heads:
-            assert isinstance(passes, HostPasses | HostBlockPasses)
+            assert isinstance(passes, RecordedPasses)
             last = passes.blocks if isinstance(passes, HostBlockPasses) else passes.program
             for array in passes.store.arrays.values():
                 array[:] = 0

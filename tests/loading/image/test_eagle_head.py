@@ -1,4 +1,4 @@
-"""Startups from an image of a model with a head of EAGLE-3 or DFlash: the bits of the run that kept it."""
+"""Startups from an image of a model with a head of its own files: the bits of the run that kept it."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ SIZES: dict[str, Any] = {
     ("kind", "name"),
     [
         (EagleOracle, "first"),
+        (EagleOracle, "parallel"),
         (DFlashOracle, "windows"),
         pytest.param(EagleOracle, "speculators", marks=pytest.mark.slow),
         pytest.param(DFlashOracle, "speculators", marks=pytest.mark.slow),
