@@ -43,7 +43,7 @@ from plait.model.mtp import FC, MtpHead
 from plait.ops.chip import Chip
 from plait.quant.weight import Dense, as_weight
 from plait.runner.block_passes import make_block_passes, make_masked_passes
-from plait.runner.draft import DraftModel
+from plait.runner.draft import DraftModel, Masks
 from plait.runner.host.assistant import MOST_SEEN, AssistantDrafter, HeadDrafter
 from plait.runner.host.block_passes import RecordedPasses
 from plait.runner.host.mtp import MOST_KEPT, KeptRows, MtpDrafter
@@ -62,6 +62,7 @@ log = logging.getLogger("plait")
 step_log = logging.getLogger("plait.step")
 PROBE_TEXT = "It's 12:34:56 now…\n\n\tdef naïve(x): return {'Ω': x**2, \"日本\": -0.5}  # ABC_def 🙂\r\n"
 _SET = re.compile(r"; [^;]*--set [^;]*$")  # advice that holds for the model alone
+PARD = "pard_token"  # in a config
 PROBE_IDS = 499  # tokens, spread over the vocabulary, of which the texts are compared; a prime
 
 
@@ -89,14 +90,30 @@ def load_draft(
             decoder.states, memory.num_blocks, memory.num_slots, memory.block_size, own.device, own.dtype
         )
     sampler = make_sampler(own, spec.vocab_size, banned_ids(opened, tokenizer))
-    capacity = Capacity.of(memory.max_step_len, memory.num_places, longest, memory.block_size)
+    masks = None if memory.has_slots else find_masks(opened, min(config.num_draft_tokens, MOST_DRAFTED))
+    behind = masks.most - 1 if masks else 0
+    capacity = Capacity.of(memory.max_step_len, memory.num_places, longest, memory.block_size, behind)
     steps = target.graphs or own.executor
     runner = ModelRunner(decoder, store, sampler, own.device, executor=steps, capacity=capacity)
     step_log.info("step of the draft model: %s", runner.step_kind)
     own.bound += [*sampler.bindings, *runner.bindings]
     own.bound.append(bind_step(runner.step_kind, is_recorded=runner.is_recorded))
     log.info("draft model: %s, %s with its state", opened.files.name, gib(own.weights_nbytes + store.nbytes))
-    return DraftModel(runner, memory)
+    return DraftModel(runner, memory, masks)
+
+
+def find_masks(opened: Opened, most: int) -> Masks | None:
+    """Of a model that makes all tokens of a draft in one pass (PARD), `most` of them; None: it is another.
+
+    Raises ConfigError for a mask that is no token.
+    """
+    token = opened.resolved.config.get(PARD)
+    if token is None:
+        return None
+    last = opened.resolved.spec.vocab_size - 1
+    if type(token) is not int or not 0 <= token <= last:
+        raise ConfigError(f"speculate: {PARD} is {str(token)[:40]!r}, not a token from 0 to {last}")
+    return Masks(token, most)
 
 
 def load_draft_decoder(

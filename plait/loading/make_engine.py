@@ -20,7 +20,6 @@ from plait.loading.text_side import TextSource
 from plait.request import JsonStyle
 from plait.runner.host.assistant import AssistantDrafter, HeadDrafter
 from plait.runner.host.mtp import MtpDrafter
-from plait.runner.host.mtp_passes import KeepingPasses
 from plait.runner.host.sampler import HostSampler
 from plait.runner.host.turns import TableMaker, add_turns
 from plait.schedule.drafts.governor import DraftGovernor
@@ -95,8 +94,7 @@ def make_engine(
 def list_lengths(drafter: HeadDrafter, most: int) -> list[int]:
     """The lengths of drafts that are tried, in this order; most: that were requested."""
     longest = min(most, drafter.most, MOST_DRAFTED)
-    is_block = isinstance(drafter, MtpDrafter) and isinstance(drafter.passes, KeepingPasses)
-    least = SHORT if is_block else 1
+    least = SHORT if isinstance(drafter, MtpDrafter) and drafter.passes.at_once else 1
     return [*(n for n in HEAD_LENGTHS if least <= n < longest), longest]
 
 

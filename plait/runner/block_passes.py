@@ -40,7 +40,7 @@ Draw = Callable[[Tensor, SamplingBatch], list[Sampled]]
 class EagerBlockPasses:
     """Op by op, on any device."""
 
-    ahead = 1
+    ahead, at_once = 1, True
 
     def __init__(
         self, head: DFlashHead, store: StateStore, sampler: Sampler, device: torch.device, form: BlockForm
@@ -76,7 +76,7 @@ class EagerBlockPasses:
 class EagerMaskedPasses:
     """Of a head that needs one pass over what is known and masks, op by op, on any device."""
 
-    ahead = 0
+    ahead, at_once = 0, True
 
     def __init__(
         self, head: EagleHead, store: StateStore, sampler: Sampler, device: torch.device, form: MaskForm

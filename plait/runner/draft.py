@@ -2,6 +2,9 @@
 
 Its state follows each sequence at a place of its own. Draft tokens that were rejected are taken back, and new
 tokens are computed. Then the draft model goes on alone for as many tokens as are requested.
+
+A model of PARD (An et al. 2025, "PARD: Accelerating LLM Inference with Low-Cost PARallel Draft Model
+Adaptation", arXiv 2504.18583) needs no more passes: masks behind the last token give the rest of the draft.
 """
 
 from __future__ import annotations
@@ -78,6 +81,14 @@ class _Job:
         return len(self.request.token_ids) + len(self.found)
 
 
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """Of a model of PARD: the token that stands for one of a draft, and tokens of a draft, at most."""
+
+    token: int
+    most: int
+
+
 class DraftModel:
     """Proposes drafts with a model and memory of its own: `runner`'s store has the size that `memory` gives.
 
@@ -86,8 +97,9 @@ class DraftModel:
     Penalties and `min_tokens` are left out of the draws, which costs wrong drafts only.
     """
 
-    def __init__(self, runner: ModelRunner, memory: DraftMemory) -> None:
-        self.runner, self.memory = runner, memory
+    def __init__(self, runner: ModelRunner, memory: DraftMemory, masks: Masks | None = None) -> None:
+        assert masks is None or not memory.has_slots
+        self.runner, self.memory, self.masks = runner, memory, masks
         self._free = [_Place(i, *memory.slots(i)) for i in reversed(range(memory.num_places))]
         self._places: OrderedDict[int, _Place] = OrderedDict()  # by sequence id, least recently used first
         self._step = 0
@@ -110,7 +122,8 @@ class DraftModel:
                 self.forget(job.request.seq_id)
             raise
         for job in jobs:
-            job.place.ahead, job.place.proposal = tuple(job.found[:-1]), tuple(job.found)
+            job.place.proposal = tuple(job.found)
+            job.place.ahead = () if self.masks else job.place.proposal[:-1]
         return found | {job.request.seq_id: tuple(job.found) for job in jobs if job.found}
 
     def forget(self, seq_id: int) -> None:
@@ -144,11 +157,16 @@ class DraftModel:
             start = job.place.done
             tokens = tuple(job.request.token_ids[start : start + left])
             left -= len(tokens)
+            if tokens and self.masks and start + len(tokens) == job.end:
+                job.limit = min(job.limit, left + 1, self.masks.most)
+                left -= job.limit - 1
+                tokens += (self.masks.token,) * (job.limit - 1)
             if tokens:
                 work.append((job, self._chunk(job, start, tokens)))
         self._run(work)
         for job, chunk in work:
-            job.place.done, job.place.last = chunk.end, chunk.token_ids[-1]
+            known = job.request.token_ids[: chunk.end]  # behind them are masks
+            job.place.done, job.place.last = len(known), known[-1]
 
     def _go_on(self, jobs: Sequence[_Job]) -> None:
         """Draft token by token behind the first one, for all sequences side by side."""
@@ -161,22 +179,23 @@ class DraftModel:
             moves = []
 
     def _chunk(self, job: _Job, start: int, tokens: tuple[int, ...]) -> Chunk:
-        """Tokens that one pass computes for a job, from position `start` on."""
+        """Tokens that one pass computes for a job, from position `start` on: the last known one has logits,
+        and so have masks behind it."""
         place, end = job.place, start + len(tokens)
         tables = self.memory.tables(place.index, start, end)
-        return Chunk(job.request.seq_id, start, tokens, tables, place.slot, int(end == job.end))
+        return Chunk(job.request.seq_id, start, tokens, tables, place.slot, max(end - job.end + 1, 0))
 
     def _run(self, work: Sequence[tuple[_Job, Chunk]], moves: Sequence[Move] = ()) -> None:
-        """Run one pass; a job with its last token in it gets its next draft token."""
+        """Run one pass; a job with its last token in it gets a draft token, and one for each mask."""
         if not work:
             return
         # Decodes come first.
         work = sorted(work, key=lambda each: len(each[1].token_ids) > 1 or each[1].start == 0)
         chunks = tuple(chunk for _, chunk in work)
-        drawing = [(job, job.request) for job, chunk in work if chunk.num_logits]
+        drawing = [(job, chunk.num_logits) for job, chunk in work if chunk.num_logits]
         rows = [
-            SamplingRow(without_logprobs(request.params), 1, 1, job.end, request.seed)
-            for job, request in drawing
+            SamplingRow(without_logprobs(job.request.params), count, count, job.end, job.request.seed)
+            for job, count in drawing
         ]
         fresh = tuple(chunk.slot for chunk in chunks if chunk.start == 0 and chunk.slot)
         self._step += 1

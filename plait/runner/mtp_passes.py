@@ -45,7 +45,7 @@ class HiddenOnDevice:
 class EagerPasses:
     """Op by op, on any device."""
 
-    most, ahead = MOST_STEPS, 0
+    most, ahead, at_once = MOST_STEPS, 0, False
 
     def __init__(self, head: ChainHead, store: StateStore, sampler: Sampler, device: torch.device) -> None:
         self._head, self._store, self._sampler, self._device = head, store, sampler, device

@@ -11,15 +11,17 @@ from typing import Any
 
 import pytest
 
+from plait import LLM
 from plait.config import EngineConfig
 from plait.engine.draft_places import place_nbytes
 from plait.errors import BadFile, ConfigError, OutOfMemory
 from plait.loading.build import Loaded, draft_headers, load
 from plait.loading.draft_model import load_draft, open_draft
 from plait.request import SamplingParams
-from plait.runner.draft import DraftModel
-from plait.schedule.drafts.turns import DraftRequest
+from plait.runner.draft import DraftModel, Masks
+from plait.schedule.drafts.turns import MOST_DRAFTED, DraftRequest
 from plait.schedule.plan import SamplingBatch, SamplingRow
+from plait.schedule.speculate import Speculation
 from tests.families import tiny
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -170,3 +172,39 @@ def test_a_model_that_computes_whole_sequences_takes_no_drafts(hybrid: Loaded, w
     with pytest.raises(ConfigError, match=text):
         draft_headers(replace(opened, config=replace(config, speculate=word)), None)
     assert draft_headers(replace(opened, config=replace(config, speculate="off")), None) is None
+
+
+@pytest.fixture(scope="module")
+def masked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama which says that it drafts all tokens in one pass."""
+    folder = tmp_path_factory.mktemp("pard")
+    tiny.write("llama", folder)
+    change_config(folder, pard_token=7)
+    return folder
+
+
+def change_config(folder: Path, **changes: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def test_a_model_of_pard_drafts_in_one_pass(masked: Path) -> None:
+    """The text is that of the model alone, though its drafts are not its own words."""
+    sizes = SIZES | {"max_model_len": 128}
+    found, params = [], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    for words in ({}, {"speculate": str(masked), "num_draft_tokens": 40}):
+        with LLM(str(masked), **sizes, **words) as llm:
+            found.append([llm.generate([[3, 4, 5], [8, 9]], params)[i].outputs[0].token_ids for i in (0, 1)])
+    assert found[0] == found[1]
+    assert isinstance(drafts := llm.front.loop.engine.speculation, Speculation)
+    assert isinstance(drafts.proposer, DraftModel)
+    assert drafts.proposer.masks == Masks(7, MOST_DRAFTED)
+    assert drafts.num_drafted > 0
+    assert drafts.error is None
+
+
+def test_a_mask_that_is_no_token_is_refused(masked: Path, tmp_path: Path) -> None:
+    shutil.copytree(masked, folder := tmp_path / "other")
+    change_config(folder, pard_token=97)
+    with pytest.raises(ConfigError, match="speculate: pard_token is '97', not a token from 0 to 96"):
+        load(str(masked), EngineConfig(speculate=str(folder), **SIZES))

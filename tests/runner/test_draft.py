@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from plait.loading.build import Loaded
 from plait.memory import BlockGroup, has_slots
 from plait.request import SamplingParams
-from plait.runner.draft import DraftModel
+from plait.runner.draft import DraftModel, Masks
 from plait.runner.host.draft_memory import DraftMemory
 from plait.runner.host.static_batch import Capacity
 from plait.runner.runner import ModelRunner
@@ -105,7 +105,9 @@ class Bench:
         return tuple(text[len(tokens) :])
 
 
-def bench(model: Loaded, *, places: int = 2, max_len: int = 64, step: int = 16) -> Bench:
+def bench(
+    model: Loaded, *, places: int = 2, max_len: int = 64, step: int = 16, mask_token: int | None = None
+) -> Bench:
     runner = model.runner
     memory = DraftMemory(
         groups=runner.groups,
@@ -118,12 +120,13 @@ def bench(model: Loaded, *, places: int = 2, max_len: int = 64, step: int = 16) 
     store = StateStore(
         runner.decoder.states, memory.num_blocks, memory.num_slots, 16, runner.device, model.target.dtype
     )
-    capacity = Capacity.of(step, places, max_len, 16)
+    capacity = Capacity.of(step, places, max_len, 16, 0 if mask_token is None else 4)
+    masks = None if mask_token is None else Masks(mask_token, 5)
     own = ModelRunner(
         runner.decoder, store, runner.sampler, runner.device, executor=runner.executor, capacity=capacity
     )
     counting: Any = Counting(own)
-    return Bench(model, DraftModel(counting, memory), counting)
+    return Bench(model, DraftModel(counting, memory, masks), counting)
 
 
 def prompt(count: int, seed: int = 0) -> list[int]:
@@ -191,6 +194,43 @@ def test_draft_costs_one_pass_and_one_for_each_token_more(models: Mapping[str, L
     b.draft.propose([DraftRequest(1, text, 4, GREEDY, 7), DraftRequest(2, prompt(7), 3, GREEDY, 7)])
     assert len(b.runner.plans) == 4
     assert [chunk.token_ids for chunk in b.runner.plans[0].chunks if chunk.seq_id == 1] == [tuple(text[-2:])]
+
+
+def masked(
+    model: Loaded, text: Sequence[int], count: int, mask_token: int, params: SamplingParams
+) -> tuple[int, ...]:
+    """The draft of one pass over a text and masks behind it."""
+    runner, masks = model.runner, [mask_token] * (count - 1)
+    logits = runner.logits([*text, *masks], 64)[-count:]
+    rows = SamplingBatch((SamplingRow(params, count, count, len(text), 7),))
+    return runner.sampler.sample(logits, rows)[0].token_ids
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_masks_give_a_draft_in_one_pass(
+    name: str, params: SamplingParams, models: Mapping[str, Loaded]
+) -> None:
+    """Whatever became of earlier drafts, no mask is ever part of what later ones see."""
+    b, rng, text = bench(models[name], mask_token=5, places=3, step=32), random.Random(2), prompt(9)
+    while len(text) < 45:
+        limit, calls = rng.randint(1, 5), len(b.runner.plans)
+        guesses = b.ask(text, limit, params)
+        assert len(b.runner.plans) == calls + 1
+        assert guesses == masked(models[name], text, limit, 5, params)
+        assert b.ask(text, limit, params) == guesses, "without a pass"
+        accepted = rng.randint(0, limit)
+        text += [*guesses[:accepted], rng.randrange(97)]
+
+
+def test_masks_of_several_sequences_share_a_pass(models: Mapping[str, Loaded]) -> None:
+    b, model = bench(models["llama"], mask_token=5, places=3), models["llama"]
+    texts = {n: prompt(1 + n, n) for n in (1, 2, 3)}
+    found = b.draft.propose([DraftRequest(n, texts[n], 4, GREEDY, 7) for n in texts])
+    assert len(b.runner.plans) == 1
+    assert {n: len(draft) for n, draft in found.items()} == {1: 4, 2: 4, 3: 2}, "a pass has 16 tokens"
+    for n, draft in found.items():
+        assert draft == masked(model, texts[n], len(draft), 5, GREEDY)
 
 
 def test_long_prompt_is_computed_in_chunks_of_several_calls(models: Mapping[str, Loaded]) -> None:

@@ -27,7 +27,7 @@ class RecordingPasses:
     seen: list[tuple[Chunk, list[float]]] = field(default_factory=list)
     error: Exception | None = None
     most = 8
-    ahead = 0
+    ahead, at_once = 0, False
 
     def run(
         self, plan: StepPlan, rows: Sequence[Tensor], sampling: Sequence[SamplingRow], length: int

@@ -39,7 +39,7 @@ class HostBlockPasses:
     `store`: the keys and values; `form`: of blocks.
     """
 
-    ahead = 1
+    ahead, at_once = 1, True
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class HostMaskedPasses:
     `before`: what the model made of rows, [most tokens, width]; `store`: keys and values; `form`: of masks.
     """
 
-    ahead = 0
+    ahead, at_once = 0, True
 
     def __init__(
         self, program: HostProgram, before: Floats, store: HostStore, sampler: HostSampler, form: MaskForm

@@ -26,8 +26,11 @@ class HiddenRows(Protocol):
 class HeadPasses(Protocol):
     """Drafts for the chunks of a plan, each with a row to go on from.
 
-    `most`: tokens of a draft; `ahead`: positions that it needs behind these.
+    `most`: tokens of a draft; `ahead`: positions that it needs behind these; `at_once`: whether it makes all
+    of a draft in one pass.
     """
+
+    at_once: bool
 
     @property
     def most(self) -> int: ...
@@ -59,7 +62,7 @@ class HostPasses:
     `store`: the keys and values that the head reads. `stays`: see `ChainHead`.
     """
 
-    most, ahead = MOST_STEPS, 0
+    most, ahead, at_once = MOST_STEPS, 0, False
 
     def __init__(
         self,
