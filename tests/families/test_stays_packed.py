@@ -108,6 +108,7 @@ def test_no_numbers_of_a_quantized_model_are_kept(
     assert ("linear reference", PACKINGS[name].format) in rows
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
 )

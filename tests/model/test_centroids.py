@@ -37,6 +37,7 @@ def build(kind: str, **target: Any) -> tuple[CentroidHead, Linear]:
     return head, weights.linear("embed", in_size=HIDDEN, out_sizes=(VOCAB,))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_clusters_have_the_bits_of_the_whole_head(cpu: Any, kind: str) -> None:
     """In one recorded program. A row has the same logits alone and in a batch."""

@@ -41,6 +41,7 @@ def write(name: str, folder: Path, **changes: int) -> list[Decoder]:
     return [adapted, plain, *merged]
 
 
+@pytest.mark.sampled(2, across="captured steps")
 @pytest.mark.parametrize(
     "name", [name if name == "llama" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 )

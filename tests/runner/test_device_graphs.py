@@ -49,6 +49,7 @@ def replies(decoder: Decoder, has_graphs: bool, count: int) -> tuple[Side, dict[
     return side, side.finish()
 
 
+@pytest.mark.sampled(2, across="captured steps")
 @pytest.mark.parametrize(
     "name", [name if name == "llama" else pytest.param(name, marks=pytest.mark.slow) for name in QUICK]
 )
@@ -56,6 +57,7 @@ def test_captured_steps_give_the_text_of_steps_op_by_op(name: str, folder: Path)
     agrees(gpu_decoder(name, folder / f"{name} of one layer", **QUICK[name]))
 
 
+@pytest.mark.sampled(2, across="captured steps")
 @pytest.mark.parametrize(
     ("name", "kept"), [("llama", "int8"), *(pytest.param(*case, marks=pytest.mark.slow) for case in KEPT)]
 )

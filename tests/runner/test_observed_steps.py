@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -55,6 +56,7 @@ def run(side: Side) -> dict[str, list[int]]:
     return side.finish()
 
 
+@pytest.mark.sampled(2, across="captured steps")
 def test_captured_steps_show_what_steps_op_by_op_show(tmp_path: Path) -> None:
     decoder = observed(EagleOracle("first", tmp_path))
     plain, wanted = Side(decoder, has_graphs=False), Rows()

@@ -112,7 +112,7 @@ def quick(names: list[str]) -> list[Any]:
     ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", quick(RECORDED))
 def test_a_step_of_every_family_can_be_recorded(
     name: str, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
@@ -128,7 +128,7 @@ def test_a_step_of_every_family_can_be_recorded(
         assert model.runner.is_recorded, model.runner.step_kind
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name",
     [name if name in REPLAYED else pytest.param(name, marks=pytest.mark.slow) for name in RECORDED],

@@ -107,6 +107,7 @@ def count_guards() -> int:
     return sum(thread.name == "plait-ranks" for thread in threading.enumerate())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_stuck", [False, True])
 def test_a_generation_that_waits_for_a_killed_rank_ends_within_seconds(
     is_stuck: bool, monkeypatch: pytest.MonkeyPatch

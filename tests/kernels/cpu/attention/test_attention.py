@@ -150,6 +150,7 @@ def marked(shape: Any) -> Any:
     return pytest.param(shape, marks=LATENT) if torch.int16 in shape else shape
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "shape", [*map(marked, SHAPES[:-1]), pytest.param(SHAPES[-1], marks=pytest.mark.slow)], ids=str
 )
@@ -178,6 +179,7 @@ def test_a_batch_gives_each_sequence_the_bits_it_has_alone(cpu: Any, shape: Shap
         assert torch.equal(torch.cat([step[s] for step in steps]), want)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rounds", [False, True])
 @pytest.mark.parametrize("ratio", [1, 2, 3, 4, 5, 8, 12, 13, 25])
 def test_any_number_of_heads_may_share_a_kv_head(cpu: Any, ratio: int, rounds: bool) -> None:

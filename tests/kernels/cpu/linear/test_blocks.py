@@ -81,6 +81,7 @@ def extreme_blocks(kind: str) -> Gguf:
     return Gguf(torch.cat([blocks, blocks.flip(0), blocks.roll(7, 0)], 1).contiguous(), form)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", mark_rare(KINDS))
 def test_extreme_blocks(kind: str, cpu: Any) -> None:
     weight = extreme_blocks(kind)

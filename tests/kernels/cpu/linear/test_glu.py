@@ -50,6 +50,7 @@ def one_after_the_other(cpu: Any, x: torch.Tensor, up: Linear, kind: str) -> tor
     return apply(up(x), kind, True)  # type: ignore[no-any-return]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", mark_rare([*KINDS, *STORED]))
 def test_one_launch_has_the_bits_of_two(cpu: Any, kind: str) -> None:
     up = map_of(cpu, kind, 512, 80, biased=True)
