@@ -8,11 +8,13 @@ the others at `barrier(frame, threads)`.
 
 from __future__ import annotations
 
+import gc
 import linecache
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from hashlib import sha256
 from types import ModuleType
@@ -42,6 +44,18 @@ def inline(function: F) -> F:
     """
     made: F = njit(error_model="numpy", boundscheck=False, cache=False, **BARE)(function)
     return made
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """No search for garbage inside."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class Kernel:
@@ -88,7 +102,8 @@ class Kernel:
             options = {**OPTIONS, "nopython": True}
             made: Any = CFunc(self.function, normalize_signature(self.signature), {}, options)
             made._cache = found
-            made.compile()
+            with no_collections():  # a compiler's trees are large, and none of them is garbage yet
+                made.compile()
         if not found.was_found:
             self.compile_s = time.perf_counter() - started
             log.debug("compiled the CPU kernel %s: %.1f s", self.name, self.compile_s)
