@@ -32,6 +32,8 @@ from plait.text.output.tagged_calls import (
     DSML,
     DSML_V32,
     DSML_WORD,
+    GCML,
+    GCML_WORD,
     GLM_TAGS,
     KIMI_K3,
     QWEN_TAGS,
@@ -81,6 +83,7 @@ FORMATS: Mapping[str, ToolFormat] = {
     for form in (
         ToolFormat("dsml_v32", _dsml, DSML_V32.frame(), signs=((DSML_WORD, "function_calls"),)),
         ToolFormat("dsml", _dsml, DSML.frame(), signs=((DSML_WORD,),), tokens=(DSML_WORD,)),
+        ToolFormat("gcml", GCML.syntax(), GCML.frame(), signs=((GCML_WORD,),), tokens=(GCML_WORD,)),
         _make_tagged("minimax_m2"),
         _make_tagged("seed_oss"),
         _make_tagged("step3", ("steptml:invoke",)),

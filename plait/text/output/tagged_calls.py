@@ -245,16 +245,23 @@ def _hunyuan(suffix: str) -> TaggedCalls:
     return TaggedCalls(f"<{begin}", f"<{call}", f"<tool_sep{suffix}>", tags, f"</{call}", f"</{begin}")
 
 
-DSML_WORD = "｜DSML｜"  # the bars are full width
-_DSML_TAGS = ArgumentTags(
-    f'<{DSML_WORD}parameter name="',
-    '" string="',
-    '">',
-    f"</{DSML_WORD}parameter>",
-    words={kind: str(kind == "string").lower() for kind in JSON_TYPES},
-)
-DSML_V32 = _invokes(DSML_WORD, f"<{DSML_WORD}function_calls>", f"</{DSML_WORD}function_calls>", _DSML_TAGS)
-DSML = _invokes(DSML_WORD, f"<{DSML_WORD}tool_calls>", f"</{DSML_WORD}tool_calls>", _DSML_TAGS)
+DSML_WORD, GCML_WORD = "｜DSML｜", "｜GCML｜"  # the bars are full width
+
+
+def _make_markup(word: str, begin: str) -> TaggedCalls:
+    """Tags with `word` in them (DeepSeek-V3.2, GigaChat 3.5); each parameter says if it is a text."""
+    tags = ArgumentTags(
+        f'<{word}parameter name="',
+        '" string="',
+        '">',
+        f"</{word}parameter>",
+        words={kind: str(kind == "string").lower() for kind in JSON_TYPES},
+    )
+    return _invokes(word, f"<{word}{begin}>", f"</{word}{begin}>", tags)
+
+
+DSML_V32, DSML = (_make_markup(DSML_WORD, begin) for begin in ("function_calls", "tool_calls"))
+GCML = _make_markup(GCML_WORD, "tool_calls")
 MINIMAX = _invokes("", "<minimax:tool_call>", "</minimax:tool_call>")
 STEP3 = TaggedCalls(
     "<｜tool_calls_begin｜>",

@@ -258,6 +258,8 @@ FAMILIES: dict[str, list[Form]] = {
         Form(TURNS),
         named("<|think|><|tool_calls|><|content|><|end|>", "solar_open", "solar_open"),
     ],
+    "Alice AI": [Form(TURNS)],
+    "GigaChat 3.5": [named("{{ tools }}<｜GCML｜tool_calls></think>", "gcml", "think")],
     "Kimi-Linear": [Form("{{ tools }}<|tool_calls_section_begin|>", "kimi", KIMI)],
     "Kimi-K3 (text)": [
         Form(K3_TEMPLATE, "kimi_k3", K3, "kimi_k3", f"<|open|>think<|sep|>{THOUGHT}<|close|>think<|sep|>")

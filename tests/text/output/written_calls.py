@@ -8,7 +8,7 @@ from typing import Any
 
 Call = tuple[str, Mapping[str, Any]]
 Writer = Callable[[list[Call]], str]
-D, S = "｜DSML｜", "steptml:"
+D, G, S = "｜DSML｜", "｜GCML｜", "steptml:"
 
 
 def text_of(value: object) -> str:
@@ -100,9 +100,10 @@ def invokes(prefix: str, begin: str, end: str) -> Writer:
     return tags(head, row, f"</{prefix}invoke>", f"{begin}\n", f"\n{end}")
 
 
-def dsml(word: str) -> Writer:
-    row = f'<{D}parameter name="{{k}}" string="{{s}}">{{v}}</{D}parameter>\n'
-    return tags(f'<{D}invoke name="{{n}}">\n', row, f"</{D}invoke>", f"<{D}{word}>\n", f"\n</{D}{word}>")
+def dsml(word: str, tag: str = D) -> Writer:
+    row = f'<{tag}parameter name="{{k}}" string="{{s}}">{{v}}</{tag}parameter>\n'
+    begin, end = f"<{tag}{word}>\n", f"\n</{tag}{word}>"
+    return tags(f'<{tag}invoke name="{{n}}">\n', row, f"</{tag}invoke>", begin, end)
 
 
 def hunyuan(suffix: str) -> Writer:
@@ -114,6 +115,7 @@ def hunyuan(suffix: str) -> Writer:
 WRITERS: dict[str, Writer] = {
     "dsml_v32": dsml("function_calls"),
     "dsml": dsml("tool_calls"),
+    "gcml": dsml("tool_calls", G),
     "minimax_m2": invokes("", "<minimax:tool_call>", "</minimax:tool_call>"),
     "seed_oss": tags(
         "<function={n}>\n",
