@@ -9,6 +9,14 @@ from plait.spec.model import Activation, HyperSpec, Mixer, NormSpec, ParallelSpe
 
 
 @dataclass(frozen=True, slots=True)
+class GatedNormSpec(NormSpec):
+    """An RMS norm h with a gate of `rank` numbers: scale · h · sigmoid(widen(silu(narrow(h)))) (GigaChat)."""
+
+    rank: int = 16
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class LayerInputSpec(Mixer):
     """out(activation(gate(x)) · e): e is part `index` of the model's layer inputs (Gemma 4 E2B and E4B)."""
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from plait.checkpoint.weights import Weights
 from plait.errors import UnsupportedModel
+from plait.model.layers.norm_gate import NormGate
 from plait.ops import norm
 from plait.ops.activation import activate, combine, multiply, rescale
 from plait.ops.linear import Linear
@@ -20,6 +21,7 @@ from plait.ops.place import NormWeights, Rotation
 from plait.ops.ranks import Comm, gather_columns
 from plait.ops.rope import frequencies, rotate
 from plait.ops.rows import bind_table
+from plait.spec.branches import GatedNormSpec
 from plait.spec.model import HeadSpec, ModelSpec, NormSpec, RopeSpec
 from plait.spec.sparse import LearnedRopeSpec
 
@@ -141,6 +143,9 @@ class Norm:
         if s.kind == "length":
             count = size // groups
             self.weight, self.eps = self.weight * count**-0.5, s.eps / count
+        self._gate = None
+        if isinstance(s, GatedNormSpec):
+            self.weight, self._gate = self.weight * s.scale, NormGate(s, w, size)
         self._before = self.weight if s.kind == "scaled" else None
         if self._before is not None:
             self.weight = _ones(size, w)
@@ -152,17 +157,18 @@ class Norm:
         self._layer = w.bind(norm.layer_norm, size=size) if s.kind == "layer" else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [..., size], of a scaled norm [T, size] -> the same shape."""
+        """x: [..., size], of a scaled or gated norm [T, size] -> the same shape."""
         if self._layer:
             return self._layer(x, self.weight, self.bias, self.eps, self.groups)  # type: ignore[no-any-return]
         x = x if self._before is None else self._multiply(x, self._before.expand(x.shape))
-        return self._rms(x, self.weight, self.eps, self.groups)  # type: ignore[no-any-return]
+        h: Tensor = self._rms(x, self.weight, self.eps, self.groups)
+        return self._gate(h) if self._gate else h
 
     @property
     def weights(self) -> NormWeights:
-        """For ops that norm and do more. Raises UnsupportedModel for a scaled norm."""
-        if self._before is not None:
-            raise UnsupportedModel("a norm that scales before it norms is not implemented here")
+        """For ops that norm and do more. Raises UnsupportedModel for a norm that does more by itself."""
+        if self._before is not None or self._gate:
+            raise UnsupportedModel("a norm that scales before it norms, or gates, is not implemented here")
         return NormWeights(self.weight, self.bias, self.eps, self.spec.kind == "layer")
 
     def add(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -175,7 +181,8 @@ class Norm:
         if self._layer or self._before is not None:
             x = self._combine(x, delta, 1.0)
             return x, self(x)
-        return self._add_rms(x, delta, self.weight, self.eps)  # type: ignore[no-any-return]
+        x, h = self._add_rms(x, delta, self.weight, self.eps)
+        return x, self._gate(h) if self._gate else h
 
 
 class GatedNorm:

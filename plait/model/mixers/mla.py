@@ -31,6 +31,7 @@ from plait.ops.registry import TensorFn
 from plait.ops.rows import join
 from plait.partition import Cut, Division, Rank, join_ranges, scale_range, sum_of, width
 from plait.quant.halves import Halves
+from plait.spec.branches import GatedNormSpec
 from plait.spec.model import IndexerSpec, MlaSpec
 from plait.spec.sparse import GrownMlaSpec, PooledMlaSpec
 from plait.state.store import StateStore
@@ -131,8 +132,9 @@ class Mla:
         sizes = {**sizes, "top_k": self.indexer.top_k} if self.indexer else sizes
         if self._source and not self.indexer:
             raise UnsupportedModel("latents of another layer without an indexer are not implemented")
-        # What places latents norms no shared key, and needs one.
-        if self.rope_norm or not self.spec.rope_dim or self._source:
+        # What places latents norms no shared key, and needs one; its norm has no gate.
+        is_gated = isinstance(self.spec.latent_norm, GatedNormSpec)
+        if self.rope_norm or not self.spec.rope_dim or self._source or is_gated:
             return None, w.bind(reader, **sizes)
         return w.bind_pair(place_latent, reader, **sizes)
 
