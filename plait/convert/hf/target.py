@@ -19,6 +19,7 @@ from plait.convert.plan.tensor_plan import Made, plan_tensors
 from plait.errors import UnsupportedFormat
 from plait.families.common.registry import build_spec
 from plait.families.resolve import resolve
+from plait.spec.recurrent import DeltaNetSpec
 
 FORM = "safetensors"
 
@@ -36,7 +37,8 @@ def hf_target(model: Model, dtype: str) -> HfTarget:
     """The model in the layout of Hugging Face. Raises UnsupportedFormat."""
     config = config_json(model.resolved.config, model.spec, dtype, model.wanted)
     _, names = build_spec(config)
-    made = [replace(m, shape=_shape(m)) for m in plan_tensors(model.wanted, names, FORM)]
+    is_kimi = any(mixer.decay == "channel" for mixer in model.spec.mixers_of(DeltaNetSpec))
+    made = [replace(m, shape=_shape(m, is_kimi)) for m in plan_tensors(model.wanted, names, FORM)]
     shapes = {m.name: m.shape for m in made}
     theirs = resolve(config, shapes, read=_unread)
     check_complete(theirs, shapes)
@@ -51,11 +53,11 @@ def _unread(name: str) -> Tensor:
     )
 
 
-def _shape(made: Made) -> tuple[int, ...]:
-    """Depthwise kernels have a dimension of one in the middle: [C, 1, K]."""
+def _shape(made: Made, is_kimi: bool) -> tuple[int, ...]:
+    """Depthwise kernels have a dimension of one in the middle, [C, 1, K]. is_kimi: has Kimi's delta rule."""
     role = made.roles[0].rpartition(".")[0].rpartition(".")[2]
     is_kernel = role.endswith("conv") and made.name.endswith(".weight") and len(made.shape) == 2
-    if made.name.endswith("self_attn.A_log"):  # Kimi-Linear
+    if is_kimi and made.name.endswith("self_attn.A_log"):
         return (1, 1, made.shape[0], 1)
     return (made.shape[0], 1, made.shape[1]) if is_kernel else made.shape
 
