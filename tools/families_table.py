@@ -75,6 +75,8 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Hy4-VL (text)", "gated MLA with an indexer, MoE, residual streams", ("hy_v4_vl_text",)),
     ("dots3 note (text)", "gated MLA, local or with an indexer, MoE", ("dots3_note_text",)),
     ("MiniMax-M3 (text)", "GQA over chosen blocks, MoE", ("minimax_m3_vl_text",)),
+    ("Alice AI", "Kimi delta attention, gated GQA, MoE, attention residuals", ("alice_ai",)),
+    ("GigaChat 3.5", "gated DeltaNet, gated MLA, MoE, norms with gates", ("gigachat3_5",)),
     ("LongCat-Flash", "MLA, MLP, MoE with identities", ("longcat_flash",)),
     ("GLM-4.7-Flash · Youtu-LLM", "MLA, MoE · MLP", ("glm4_moe_lite", "youtu")),
     ("A.X K1", "MLA, MoE", ("axk1",)),
@@ -223,6 +225,7 @@ OTHER_TESTS: Mapping[str, tuple[bool, bool, bool]] = {  # Hugging Face files, GG
     "jet_nemotron": (True, False, False),  # test_jet_nemotron
     "plamo3": (True, True, True),  # test_plamo3
     "kimi_k3": (True, True, False),  # test_kimi_k3, gguf/test_recorded
+    **dict.fromkeys(("alice_ai", "gigachat3_5"), (True, False, False)),  # test_hybrids
     "minicpm_sala": (True, False, True),  # test_minicpm_sala
     "hymba": (True, False, True),  # test_hymba
     "phi4flash": (True, False, True),  # test_sambay

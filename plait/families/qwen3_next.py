@@ -56,7 +56,7 @@ OTHERS = (r"^(model\.)?mtp\.", r"^(model\.)?visual\.")  # a second token's predi
 )
 def qwen3_next(c: Config) -> tuple[ModelSpec, NameMap]:
     """Qwen3-Next: experts with a gated shared one. Rows of one key head lie together in a weight matrix."""
-    return _qwen(c, "qwen3_next", _group_rules)
+    return _qwen(c, "qwen3_next", group_rules)
 
 
 @family(
@@ -154,7 +154,7 @@ def name_tensors(c: Config, prefix: str, projections: Callable[[Config, str], Ru
     }
 
 
-def _group_rules(c: Config, theirs: str) -> Rules:
+def group_rules(c: Config, theirs: str) -> Rules:
     return {**_qkvz(c, f"{theirs}.in_proj_qkvz.weight"), **_ba(c, f"{theirs}.in_proj_ba.weight")}
 
 

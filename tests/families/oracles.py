@@ -20,6 +20,7 @@ from tests.families import (
     sambay_oracle,
 )
 from tests.families.coded_oracles import CODED
+from tests.families.hybrid_oracles import HYBRIDS
 from tests.families.looped_oracles import LOOPED
 from tests.families.pangu_oracle import PANGU
 from tests.families.parity import Memory
@@ -41,6 +42,7 @@ ORACLES: Mapping[str, tuple[Config, Callable[[Config], dict[str, Tensor]]]] = {
     **{name: (family.config, family.checkpoint) for name, family in CODED.items()},
     "pangu_ultra": (PANGU.config, PANGU.checkpoint),
     **{name: (family.config, family.checkpoint) for name, family in LOOPED.items()},
+    **{name: (family.config, family.checkpoint) for name, family in HYBRIDS.items()},
 }
 
 

@@ -103,11 +103,14 @@ def over_passes(spec: ModelSpec, loop: Passes, gate_norm: NormSpec) -> ModelSpec
     return replace(spec, layers=(*layers[:-1], (*layers[-1], *last)))
 
 
-def score_weights(theirs: str) -> Derived:
-    """What scores a source: the weight of its norm, `theirs`_norm, times that of `theirs`_proj."""
+def score_weights(theirs: str, norm: str = "norm.weight") -> Derived:
+    """What scores a source: the weight of its norm, `theirs`_norm, times that of `theirs`_proj.
+
+    norm: how the former's name ends.
+    """
 
     def multiplied(norm: Stored, proj: Stored, **_: str) -> Tensor:
         return as_tensor(norm).float() * as_tensor(proj).float().flatten()
 
     back = (Back(torch.ones_like), Back(lambda w: w[None]))
-    return Derived(multiplied, (f"{theirs}_norm.weight", f"{theirs}_proj.weight"), back)
+    return Derived(multiplied, (f"{theirs}_{norm}", f"{theirs}_proj.weight"), back)

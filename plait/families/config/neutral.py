@@ -20,6 +20,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
             *("use_post_norm", "layer_rope_theta", "scale_attn_by_inverse_layer_idx", "use_long_context"),
             *("scale_depth", "dim_model_base", "rotary_emb_fraction", "mamba_layers"),
             *("kv_source_layers", "moe_hidden_size", "residual_gate_temperature"),
+            *("gated_attention", "use_mla_scaling_factor", "block_attn_res_block_size"),
         ),
         _NO,
     ),

@@ -91,6 +91,21 @@ RECURRENT: Mapping[str, Config] = {
         num_experts_per_token=2,
         num_key_value_heads=4,
     ),
+    # GigaChat 3.5: norms with gates before branches, behind them, and of latents.
+    "norm-gates": make_config(
+        "GigaChat35ForCausalLM",
+        "gigachat3_5",
+        **LATENT,
+        **DELTA,
+        layer_types=["linear_attention", "attention", "linear_attention"],
+        q_lora_rank=12,
+        n_routed_experts=6,
+        n_shared_experts=1,
+        layernorm_gating_weight=1.5,
+        swiglu_limit=7.0,
+        num_nextn_predict_layers=1,
+        nextn_is_sparse=True,
+    ),
     # Kimi-K3: attention residuals over blocks of two layers, gates, experts in a latent space.
     "depth": make_config(
         "KimiK3ForCausalLM",

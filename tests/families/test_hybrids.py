@@ -1,0 +1,208 @@
+"""Hybrids that transformers lacks: the logits of a plain description of each, and what is refused."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from plait.checkpoint.weights import Target, Weights
+from plait.convert.hf.target import hf_target
+from plait.convert.plan.source import Model
+from plait.errors import PlaitError, UnsupportedModel
+from plait.families.common.registry import build_spec
+from plait.model.divide import divide_model
+from plait.model.mtp import MtpHead
+from plait.partition import Rank
+from plait.spec.branches import DepthSpec, GatedNormSpec
+from plait.spec.model import MlaSpec, MlpSpec, MoeSpec, NormSpec
+from plait.spec.recurrent import DeltaNetSpec
+from tests.checkpoint.readers.damage import bounded, hostile
+from tests.convert.test_round_trips import written
+from tests.families.hybrid_oracles import ALICE, GIGACHAT, HYBRIDS, giga_draft, giga_hidden
+from tests.families.older_oracles import IDS
+from tests.families.parity import CPU, LONGEST, Memory, check_description, decoder, resolved, whole, worst
+from tests.families.test_mtp import HeadSession
+
+FUZZED = 30
+PLAIN = {"use_mla_scaling_factor": False, "gated_attention": False, "num_nextn_predict_layers": 0}
+CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in HYBRIDS},
+    "alice without a shared expert": ("alice_ai", {"shared_expert_intermediate_size": 0}),
+    "alice in blocks of one layer": ("alice_ai", {"block_attn_res_block_size": 1}),
+    "gigachat of halves that turn": ("gigachat", {"rope_interleave": False, "swiglu_limit": None}),
+    "gigachat without a rank of queries": ("gigachat", {"q_lora_rank": None, "swiglu_limit": 10.0}),
+    **{
+        f"gigachat with norms {places}": (
+            "gigachat",
+            {"layernorm_type": places, "output_gate_type": "silu", "linear_gating_type": ""},
+        )
+        for places in ("pre", "post")
+    },
+    **{
+        f"gigachat with {kind}": ("gigachat", {"norm_type": kind, "use_mla_scaling_factor": scaled})
+        for kind, scaled in (("GatedNorm", True), ("ZeroCenteredRMSNorm", False), ("LlamaRMSNorm", False))
+    },
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_logits_are_those_of_the_description(name: str) -> None:
+    which, changes = CHANGES[name]
+    family, config = HYBRIDS[which], {**HYBRIDS[which].config, **changes}
+    tensors = family.checkpoint(config)
+    check_description(config, tensors, [family.logits(config, tensors, ids) for ids in IDS], IDS)
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_head_of_gigachat_drafts_as_its_description_does(is_sparse: bool) -> None:
+    config = {**GIGACHAT, "nextn_is_sparse": is_sparse}
+    tensors = HYBRIDS["gigachat"].checkpoint(config)
+    memory = Memory({name: w.float() for name, w in tensors.items()})
+    found = resolved(memory, config)
+    weights = Weights(memory, found.names, Target(CPU, torch.float32, LONGEST, found.spec.hidden_size))
+    head = MtpHead(found.spec, weights, decoder(found, memory))
+    ids, hidden = IDS[0][1:], giga_hidden(config, tensors, IDS[0])[:-1]
+    wanted = giga_draft(config, tensors, ids, hidden)
+    made, logits = HeadSession(head).step(0, ids, hidden.float())
+    assert worst(made.double(), wanted) <= 1e-4
+    assert worst(logits.double(), wanted @ tensors["lm_head.weight"].T) <= 1e-4
+
+
+def test_gigachat_has_norms_and_gates_where_its_config_says() -> None:
+    spec, _ = build_spec(GIGACHAT)
+    gated = GatedNormSpec(1e-5, rank=16, scale=1.6)
+    assert {(b.norm, b.post_norm) for _, b in spec.branches()} == {(gated, gated)}
+    assert spec.norm == gated
+    assert spec.mtp is not None
+    assert spec.mtp.norm == gated
+    delta, attn, dense, sparse = (spec.layers[i][j].mixer for i, j in ((0, 0), (1, 0), (0, 1), (1, 1)))
+    assert isinstance(delta, DeltaNetSpec)
+    assert isinstance(attn, MlaSpec)
+    assert (delta.gate, attn.out_gate) == ("sigmoid", True)
+    assert attn.latent_norm == replace(gated, scale=1.6 * 1.5)  # the root of 36 / 16
+    assert attn.scale == pytest.approx(12**-0.5 * (36 / 20) ** 0.5 / 1.5)
+    assert dense == MlpSpec(44, "swiglu_cut_7")
+    assert isinstance(sparse, MoeSpec)
+    assert (sparse.expert, sparse.shared) == (MlpSpec(20, "swiglu_cut_7"), MlpSpec(40, "swiglu_cut_7"))
+    plain, _ = build_spec({**GIGACHAT, "norm_type": "LlamaRMSNorm", "layernorm_type": "pre"} | PLAIN)
+    assert {(b.norm, b.post_norm) for _, b in plain.branches()} == {(NormSpec(1e-5), None)}
+    listed = {k: v for k, v in GIGACHAT.items() if k != "layer_types"}
+    assert build_spec({**listed, "full_attention_layers": [1, 3]})[0] == spec
+
+
+def test_names_that_sglang_gives_to_gates_are_read_alike() -> None:
+    tensors = {name: w.float() for name, w in HYBRIDS["gigachat"].checkpoint().items()}
+    words = {"gate_up_projection": "gate_up_lowrank", "gate_down_projection": "gate_down_lowrank"}
+    words["self_attn.gate_proj"] = "self_attn.attn_gate"
+    other = Memory(tensors)
+    for old, new in words.items():
+        other = Memory({name.replace(old, new): w for name, w in other.items()})
+    assert other.keys() != tensors.keys()
+    got, want = (whole(decoder(resolved(m, GIGACHAT), m), IDS[0]) for m in (other, Memory(tensors)))
+    assert worst(got, want) == 0
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_model_is_written_with_the_names_of_its_files(name: str) -> None:
+    config = {**HYBRIDS[name].config, "num_nextn_predict_layers": 0}
+    memory = Memory({key: w.float() for key, w in HYBRIDS[name].checkpoint(config).items()})
+    model = Model(resolved(memory, config), memory)
+    target = hf_target(model, "float32")
+    file = written(model, target.made)
+    assert {*file} == {*memory}
+    assert [key for key, w in file.items() if w.shape != memory[key].shape] == []
+    got, want = (
+        whole(decoder(r, m), IDS[0])
+        for r, m in ((resolved(file, target.config), file), (model.resolved, memory))
+    )
+    assert worst(got, want) <= 1e-5
+
+
+def test_unused_tensors_of_norms_and_of_drafts_are_left_aside() -> None:
+    """Norms before branches of a model that has them behind alone, and several heads."""
+    config = {**GIGACHAT, "layernorm_type": "post", "num_nextn_predict_layers": 2}
+    every = HYBRIDS["gigachat"].checkpoint({**GIGACHAT, "num_nextn_predict_layers": 2})
+    memory = Memory({name: w.float() for name, w in every.items()})
+    assert whole(decoder(resolved(memory, config), memory), IDS[0]).isfinite().all()
+    drafts = {"mtp.layers.0.mlp.gate.weight": torch.zeros(6, 36)}
+    alice = Memory({name: w.float() for name, w in HYBRIDS["alice_ai"].checkpoint().items()} | drafts)
+    assert whole(decoder(resolved(alice, ALICE), alice), IDS[0]).isfinite().all()
+
+
+def test_alice_ai_reads_means_over_blocks_of_layers() -> None:
+    spec, _ = build_spec(ALICE)
+    depths = [branch.mixer for layer in spec.layers for branch in layer]
+    assert all(isinstance(mixer, DepthSpec) for mixer in depths)
+    assert [len(layer) for layer in spec.layers] == [2, 2, 2, 2, 3]
+    assert [layer[0].mixer.sources for layer in spec.layers] == [0, 1, 1, 2, 2]  # type: ignore[attr-defined]
+    assert [layer[0].keep for layer in spec.layers] == [0.0, None, 0.0, None, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "why"),
+    [
+        (ALICE, {"block_attn_res_block_size": 0}, "blocks of 0 layers"),
+        (ALICE, {"block_attn_res_block_size": None}, "--set block_attn_res_block_size=VALUE"),
+        (ALICE, {"kda_allow_negative_eigenvalues": True}, "kda_allow_negative_eigenvalues = True"),
+        (ALICE, {"router_score_function": "softmax"}, "router_score_function = 'softmax'"),
+        (ALICE, {"router_bias_correction": False}, "router_bias_correction = False"),
+        (ALICE, {"attn_output_gate": False}, "attn_output_gate = False"),
+        (ALICE, {"linear_num_value_heads": 6}, "3 and 6 as linear_num_key_heads and linear_num_value_heads"),
+        (ALICE, {"mlp_only_layers": [1]}, "layers without experts"),
+        (ALICE, {"layer_types": ["conv"] * 5}, "layer_types of Alice AI has 'conv'"),
+        (ALICE, {"routed_scaling_factor": 2.5}, "routed_scaling_factor = 2.5"),
+        (GIGACHAT, {"norm_type": "LayerNorm"}, "norm_type = 'LayerNorm'"),
+        (GIGACHAT, {"norm_type": "ZeroCenteredRMSNorm"}, "--set use_mla_scaling_factor=false"),
+        (GIGACHAT, {"layernorm_type": "none"}, "layernorm_type = 'none'"),
+        (
+            GIGACHAT,
+            {"layernorm_gating_weight": 0},
+            "layernorm_gating_weight is 0; expected is a number",
+        ),
+        (
+            GIGACHAT,
+            {"swiglu_limit": 8.0},
+            "swiglu_limit 8 is not .* for GigaChat 3.5; known: 7 and 10",
+        ),
+        (GIGACHAT, {"use_shared_expert_sigmoid": True}, "use_shared_expert_sigmoid = True"),
+        (GIGACHAT, {"linear_attention_type": "Mamba2"}, "linear_attention_type = 'Mamba2'"),
+        (GIGACHAT, {"output_gate_type": "tanh"}, "output_gate_type = 'tanh'"),
+        (GIGACHAT, {"layer_types": None}, "GigaChat 3.5 wants layer_types, or full_attention_layers"),
+        (GIGACHAT, {"layer_types": None, "full_attention_layers": [4]}, "a list of numbers below 4"),
+        (GIGACHAT, {"layer_types": ["conv"] * 4}, "layer_types of GigaChat 3.5 has 'conv'"),
+    ],
+)
+def test_what_a_config_cannot_mean_is_refused_by_name(
+    config: dict[str, Any], change: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=why):
+        build_spec({**config, **change})
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_hostile_configs_are_refused_or_answered(name: str) -> None:
+    family, rng = HYBRIDS[name], random.Random(5)
+    memory = Memory({key: w.float() for key, w in family.checkpoint().items()})
+    for _ in range(FUZZED):
+        said = hostile(family.config, rng)
+        try:
+            with bounded():
+                whole(decoder(resolved(memory, said), memory), IDS[0][:5])
+        except PlaitError:
+            pass
+
+
+def test_ranks_divide_heads_and_keep_the_gates_of_norms_whole() -> None:
+    half = Rank(index=0, size=2, shares=2)
+    config = {**GIGACHAT, "num_attention_heads": 4, "moe_intermediate_size": 32}
+    spec, cuts = divide_model(build_spec(config)[0], half)
+    delta, attn = (spec.layers[i][0].mixer for i in (0, 1))
+    assert isinstance(delta, DeltaNetSpec)
+    assert isinstance(attn, MlaSpec)
+    assert (delta.num_heads, delta.num_key_heads, attn.num_heads) == (2, 1, 2)
+    assert cuts["layers.1.attn.out_gate"].rows == ((0, 12),)
+    assert not [name for name in cuts if name.endswith(("narrow", "widen"))]
