@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from plait.checkpoint.weights import Target, Weights
+from plait.cli.common.format_model import branch_text
 from plait.convert.hf.target import hf_target
 from plait.convert.plan.source import Model
 from plait.errors import PlaitError, UnsupportedModel
@@ -88,6 +89,7 @@ def test_gigachat_has_norms_and_gates_where_its_config_says() -> None:
     assert dense == MlpSpec(44, "swiglu_cut_7")
     assert isinstance(sparse, MoeSpec)
     assert (sparse.expert, sparse.shared) == (MlpSpec(20, "swiglu_cut_7"), MlpSpec(40, "swiglu_cut_7"))
+    assert branch_text(spec.layers[1][0]).endswith("gated · post-norm · norms with gates")
     plain, _ = build_spec({**GIGACHAT, "norm_type": "LlamaRMSNorm", "layernorm_type": "pre"} | PLAIN)
     assert {(b.norm, b.post_norm) for _, b in plain.branches()} == {(NormSpec(1e-5), None)}
     listed = {k: v for k, v in GIGACHAT.items() if k != "layer_types"}

@@ -68,9 +68,12 @@ def head_text(head: MtpSpec) -> list[str]:
 
 def branch_text(branch: BranchSpec) -> str:
     """A branch in one line: its mixer, and what is unusual about how it is added."""
+    from plait.spec.branches import GatedNormSpec  # few commands show branches; making its classes takes time
+
     parts = [f"{branch.name}: {mixer_text(branch.mixer)}"]
     parts += [] if branch.post_norm is None else ["post-norm"]
     parts += ["no norm before"] if branch.norm is None else []
+    parts += ["norms with gates"] if isinstance(branch.norm or branch.post_norm, GatedNormSpec) else []
     parts += [] if branch.scale == 1.0 else [f"× {branch.scale:g}"]
     parts += [f"weights of {branch.source}"] if branch.source else []
     parts += [] if branch.keep is None else [f"the normed input × {branch.keep:g} instead of the residual"]
