@@ -33,7 +33,7 @@ CAPS = {
     "kernels": 34_700,
     "llm": 630,
     "loading": 7_050,
-    "model": 6_850,
+    "model": 6_920,
     "ops": 7_760,
     "quant": 2_530,
     "runner": 6_900,
