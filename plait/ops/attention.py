@@ -39,12 +39,21 @@ CASES: list[Case] = [
 ]
 # If linear layers round activations, queries and weights of values may be rounded over a bfloat16 cache.
 ROUNDED: Case = {"kv_dtype": "bfloat16", "activations": "int8"}
+TOKEN_SINKS: Case = {"sinks": True, "token_sinks": True}  # a score of each token's heads
 CASES += [
     Case(seqs=[300, 2], heads=9, kv_heads=3, dim=64, window=None, softcap=None) | ROUNDED,
     Case(seqs=[530, 4], heads=4, kv_heads=2, dim=24, window=70, softcap=30.0) | ROUNDED,
     Case(seqs=[*SEQS, 270], heads=8, kv_heads=1, dim=40, window=None, softcap=None, sinks=True) | ROUNDED,
     Case(seqs=[300, 1], heads=4, kv_heads=4, dim=256, window=None, softcap=None) | ROUNDED,
     Case(seqs=[270, 4], heads=6, kv_heads=3, dim=32, window=None, softcap=None, alibi=True) | ROUNDED,
+]
+CASES += [
+    Case(seqs=[300, 2, 1], heads=6, kv_heads=2, dim=16, window=None, softcap=None) | TOKEN_SINKS,
+    Case(seqs=SEQS, heads=6, kv_heads=2, dim=20, window=9, softcap=None, kv_dtype="int8") | TOKEN_SINKS,
+    Case(seqs=[*SEQS, 270], heads=8, kv_heads=1, dim=40, window=70, softcap=None) | TOKEN_SINKS | ROUNDED,
+    dict(seqs=[*SEQS, 270], heads=6, kv_heads=2, dim=16, window=14, softcap=None, chunk=7),
+    dict(seqs=[530, 4, 1], heads=4, kv_heads=4, dim=24, window=300, softcap=20.0, chunk=300, kv_dtype="int8"),
+    Case(seqs=[*SEQS, 600], heads=8, kv_heads=1, dim=40, window=70, softcap=None, chunk=35) | ROUNDED,
 ]
 BLOCK = 16  # of the test cases
 MOST_SCORES = 1 << 26  # that a reference has in memory at a time, of long prompts
@@ -89,10 +98,25 @@ def visible(
             yield s, rows, 0 if window is None else max(0, past - window + 1), end
 
 
-def causal_mask(num_queries: int, start: int, end: int, window: int | None, device: torch.device) -> Tensor:
-    """[queries, keys] bool: the last `num_queries` positions of start..end see keys up to themselves."""
+def causal_mask(
+    num_queries: int,
+    start: int,
+    end: int,
+    window: int | None,
+    device: torch.device,
+    chunk: int | None = None,
+) -> Tensor:
+    """[queries, keys] bool: the last `num_queries` positions of start..end see keys up to themselves.
+
+    A window ends with its query, or with the query's chunk.
+    """
     behind = -positions_ahead(num_queries, start, end, device)
-    return (behind >= 0) if window is None else (behind >= 0) & (behind < window)
+    if window is None:
+        return behind >= 0
+    if chunk is None:
+        return (behind >= 0) & (behind < window)
+    ahead = chunk - 1 - torch.arange(end - num_queries, end, device=device)[:, None] % chunk
+    return (behind >= 0) & (behind + ahead < window)
 
 
 def positions_ahead(num_queries: int, start: int, end: int, device: torch.device) -> Tensor:
@@ -118,6 +142,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     step: dict[object, object] | None = None,
     slopes: Tensor | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """Store the new keys and values; then causal softmax attention over all each sequence has in memory.
 
@@ -125,10 +150,12 @@ def paged_attention(
     (`ops.entry.head_widths` bytes instead of d numbers), block_table: [S, M], slot_mapping: [T],
     query_start: [S+1], seq_lens: [S] (new tokens included) -> [T, heads, d]. Query head h reads kv head
     h // (heads / kv_heads). `window`: how many last keys are seen; `softcap`: scores become cap·tanh(·/cap).
-    `sinks`: [heads] float32, a score of each head for a key with the value 0 (Xiao et al. 2023; gpt-oss).
+    `sinks`: [heads] float32, a score of each head for a key with the value 0 (Xiao et al. 2023; gpt-oss); or
+    [T, heads] in q's dtype, one that each token has for it (IQuest Q1).
     `k` and `v` None: `ops.place.place_heads` has stored them. `step`: where kernels leave what other layers
     of the step need, too (`Batch.step`). `slopes`: [heads] float32, what a score of each head loses with
-    every position that the key lies behind (ALiBi; Press et al. 2021). The variant that writes a cache
+    every position that the key lies behind (ALiBi; Press et al. 2021). `chunk`: a window ends with the chunk
+    of so many positions in which its query is (Llama 4, Rnj-1). The variant that writes a cache
     decides how it lies in memory.
     """
     k_form, v_form = head_forms(q.shape[-1], k_cache.dtype)
@@ -146,17 +173,22 @@ def paged_attention(
             scores = scores + slopes.float().view(*scores.shape[:2], 1, 1) * ahead
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        mask = causal_mask(rows.stop - rows.start, start, end, window, q.device)
-        probs = share_softmax(scores.masked_fill(~mask, -math.inf), sinks)
+        mask = causal_mask(rows.stop - rows.start, start, end, window, q.device, chunk)
+        own = sinks[rows] if sinks is not None and sinks.dim() == 2 else sinks
+        probs = share_softmax(scores.masked_fill(~mask, -math.inf), own)
         out[rows] = torch.einsum("kgnt,tkd->nkgd", probs, values).flatten(1, 2).to(q.dtype)
     return out
 
 
 def share_softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax over the keys of scores [kv, g, n, keys], and over a sink that takes its share."""
+    """Softmax over the keys of scores [kv, g, n, keys], and over a sink that takes its share.
+
+    sinks: [kv * g], or [n, kv * g].
+    """
     if sinks is None:
         return scores.softmax(-1)
-    beside = sinks.float().view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+    kv, group, rows, _ = scores.shape
+    beside = sinks.float().view(-1, kv * group).T.reshape(kv, group, -1, 1).expand(-1, -1, rows, 1)
     return torch.cat([scores, beside], -1).softmax(-1)[..., :-1]
 
 
@@ -169,9 +201,11 @@ def _paged_attention_inputs(case: Case, dtype: torch.dtype, device: str) -> Argu
     widths, rows = head_widths(case["dim"], case.get("kv_dtype", "")), (num_blocks, BLOCK, case["kv_heads"])
     caches = [random_cache((*rows, width), case, dtype, device) for width in widths]
     sinks = torch.randn(case["heads"], device=device) if case.get("sinks") else None
+    if case.get("token_sinks"):
+        sinks = torch.randn(total, case["heads"], dtype=dtype, device=device)
     slopes = torch.rand(case["heads"], device=device) if case.get("alibi") else None
     how = (case["dim"] ** -0.5, case["window"], case["softcap"], sinks)
-    return (q, k, v, *caches, *where, *how), {"slopes": slopes}
+    return (q, k, v, *caches, *where, *how), {"slopes": slopes, "chunk": case.get("chunk")}
 
 
 def random_cache(shape: tuple[int, ...], case: Case, dtype: torch.dtype, device: str) -> Tensor:

@@ -89,6 +89,7 @@ class Sizes(TypedDict, total=False):
     rotates: bool
     router: RouterSpec
     sinks: bool
+    token_sinks: bool
     tiled: bool
     turned: bool
     weight: bool

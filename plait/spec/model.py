@@ -63,12 +63,14 @@ class TemperatureSpec:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec(Mixer):
-    """Grouped-query attention. `window` keys are visible to a query, itself included.
+    """Grouped-query attention. `window` keys are visible to a query, itself included; `chunk`: they end with
+    the chunk of so many positions in which the query is (Llama 4, Rnj-1).
 
     `qk_norm_over`: one head with a weight for all ("head"), one head with a weight of its own ("each"), or
-    all heads as one vector ("all"). `sinks`: a logit per head in the softmax, of no token (gpt-oss). `gate`:
-    the output times the sigmoid of a projection (Qwen3-Next); `head_gate`: each head's times one number
-    (LFM3, Laguna). `qk_norm_last`: norms follow the rotation (Hunyuan). `v_norm`: of each head's values.
+    all heads as one vector ("all"). `sinks`: a logit per head in the softmax, of no token (gpt-oss);
+    `sink_keys`: one that each query makes with a learned key (IQuest Q1). `gate`: the output times the
+    sigmoid of a projection (Qwen3-Next); `head_gate`: each head's times one number (LFM3, Laguna).
+    `qk_norm_last`: norms follow the rotation (Hunyuan). `v_norm`: of each head's values.
     `slopes`: what a score of each head loses with every position of distance (ALiBi; Press et al. 2021).
     `clip`: queries, keys and values stay within ± it (DBRX). `out_norm`: of all heads' outputs (BitNet).
     `both_ways`: tokens see later ones, too, so a step needs the whole sequence (`ModelSpec.causal` False).
@@ -81,10 +83,12 @@ class AttentionSpec(Mixer):
     scale: float
     rope: RopeSpec | None = None
     window: int | None = None
+    chunk: int | None = None
     softcap: float | None = None
     qk_norm: NormSpec | None = None  # before rope
     qk_norm_over: Literal["head", "each", "all"] = "head"
     sinks: bool = False
+    sink_keys: bool = False
     gate: bool = False
     qk_norm_last: bool = False
     temperature: TemperatureSpec | None = None

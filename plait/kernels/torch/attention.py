@@ -41,6 +41,7 @@ def sdpa(
     sinks: Tensor | None = None,
     step: dict[object, object] | None = None,
     slopes: None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """`paged_attention` without softcap and slopes: the same arguments and result; `step` is not needed."""
     caches = tuple(zip((k_cache, v_cache), head_forms(q.shape[-1], k_cache.dtype), strict=True))
@@ -51,11 +52,14 @@ def sdpa(
     for s, rows, start, end in visible(q, (query_start, seq_lens), window):
         keys, values = (read_paged(c, block_table[s], start, end, form).to(q.dtype) for c, form in caches)
         n = rows.stop - rows.start
-        mask = None if n == 1 else causal_mask(n, start, end, window, q.device)
+        mask = None
+        if n > 1 or chunk:
+            mask = causal_mask(n, start, end, window, q.device, chunk)
         if sinks is not None:
             # A sink is the score of a key of zeros with the value zero: one more column of the mask.
             keys, values = (F.pad(t, (0, 0, 0, 0, 0, 1)) for t in (keys, values))
-            mask = _with_sinks(mask, sinks.to(q.dtype), (n, end - start))
+            own = sinks[rows].T if sinks.dim() == 2 else sinks[:, None]
+            mask = _with_sinks(mask, own.to(q.dtype), (n, end - start))
         heads_first = [t.transpose(0, 1)[None] for t in (q[rows], keys, values)]
         attended = F.scaled_dot_product_attention(
             heads_first[0], heads_first[1], heads_first[2], attn_mask=mask, scale=scale, enable_gqa=True
@@ -65,9 +69,10 @@ def sdpa(
 
 
 def _with_sinks(mask: Tensor | None, sinks: Tensor, size: tuple[int, int]) -> Tensor:
-    """What is added to scores, [heads, n, keys + 1]: -inf where the mask is false, sinks at the end."""
+    """What is added to scores, [heads, n, keys + 1]: -inf where the mask is false; at the end sinks, of
+    [heads, n] or [heads, 1]."""
     added = sinks.new_zeros(len(sinks), size[0], size[1] + 1)
     if mask is not None:
         added[..., :-1].masked_fill_(~mask, float("-inf"))
-    added[..., -1] = sinks[:, None]
+    added[..., -1] = sinks
     return added

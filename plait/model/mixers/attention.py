@@ -13,6 +13,7 @@ from plait.model.layers.head_gate import HeadGate
 from plait.model.layers.head_norm import HeadNorm
 from plait.model.layers.inner_norm import InnerNorm
 from plait.model.layers.layers import Batch, Norm, Rope, describe_rope
+from plait.model.layers.sinks import Sinks
 from plait.model.layers.temperature import Temperature
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import clip, gate
@@ -29,12 +30,13 @@ from plait.state.store import StateStore
 def describe_attention(m: AttentionSpec) -> str:
     kind = "attention" if m.num_heads == m.num_kv_heads else "grouped-query attention"
     parts = [f"{kind}, {m.num_heads} heads × {m.head_dim}, {m.num_kv_heads} kv", describe_rope(m.rope)]
-    parts += [f"window {m.window}"] if m.window else []
+    ends = f", up to the end of a chunk of {m.chunk}" if m.chunk else ""
+    parts += [f"window {m.window}{ends}"] if m.window else []
     parts += [f"softcap {m.softcap:g}"] if m.softcap else []
     parts += [f"q and k normed{' last' if m.qk_norm_last else ''}"] if m.qk_norm else []
     parts += [f"both ways{' in prompts' if m.both_ways == 'prompt' else ''}"] if m.both_ways else []
     parts += ["queries that grow"] if m.temperature else []
-    parts += ["sinks"] if m.sinks else []
+    parts += ["sinks"] if m.sinks else ["sinks by keys"] if m.sink_keys else []
     parts += ["ALiBi"] if m.slopes else []
     parts += [f"clipped at {m.clip:g}"] if m.clip else []
     parts += ["outputs normed"] if m.out_norm else []
@@ -48,7 +50,7 @@ def divide_attention(s: AttentionSpec, rank: Rank, hidden_size: int) -> Division
     kv = rank.divide_for_heads(s.num_kv_heads, s.num_heads, "key-value heads")
     q, k = Cut((scale_range(heads, dim),)), Cut((scale_range(kv, dim),))
     cuts = dict.fromkeys(("sinks", "head_gate", "mix"), Cut((heads,))) | {"q": q, "k": k, "v": k, "gate": q}
-    cuts["o"] = Cut(cols=sum_of(rank.divide(s.num_heads, "heads", dim)))
+    cuts |= {"sink_keys": Cut((kv,)), "o": Cut(cols=sum_of(rank.divide(s.num_heads, "heads", dim)))}
     if s.qk_norm_over == "each":
         cuts |= {"q_norm": q, "k_norm": k}
     gathers = 2 * (s.qk_norm_over == "all" and s.qk_norm is not None) + (s.out_norm is not None)
@@ -70,15 +72,16 @@ class Attention:
         self.q_norm = HeadNorm(s.qk_norm, s, w.scope("q_norm"), s.num_heads) if s.qk_norm else None
         self.k_norm = HeadNorm(s.qk_norm, s, w.scope("k_norm"), s.num_kv_heads) if s.qk_norm else None
         self.v_norm = Norm(s.v_norm, w.scope("v_norm"), s.head_dim) if s.v_norm else None
-        self.sinks = w.tensor("sinks", (s.num_heads,), torch.float32) if s.sinks else None
+        self.sinks = Sinks(s, w) if s.sinks or s.sink_keys else None
         self.rope = Rope(s.rope, w) if s.rope else None
         weights = (self.q_norm.weights, self.k_norm.weights) if self.q_norm and self.k_norm else None
         self._norms = HeadNorms(*weights, s.qk_norm_over) if weights else None
         sizes: dict[str, object] = dict(heads=s.num_heads, kv_heads=s.num_kv_heads, dim=s.head_dim)
-        sizes |= dict(window=s.window, softcap=s.softcap, sinks=s.sinks, activations=w.target.activations)
+        sizes |= dict(window=s.window, softcap=s.softcap, sinks=self.sinks is not None)
         self.slopes = torch.tensor(s.slopes, device=w.target.device) if s.slopes else None
-        sizes |= {"alibi": True} if s.slopes else {}
-        self._more = {"slopes": self.slopes} if s.slopes else {}
+        self._more: dict[str, object] = {"chunk": s.chunk} if s.chunk else {}
+        sizes |= {"activations": w.target.activations, **self._more, **({"alibi": True} if s.slopes else {})}
+        self._more |= {"slopes": self.slopes} if s.slopes else {}
         attends = (None, w.bind(full_attention)) if s.both_ways else None
         self._place, self._attend = attends or w.bind_pair(place_heads, paged_attention, **sizes)
         if s.qk_norm_last or (self.q_norm and self.q_norm.is_gathered):
@@ -125,17 +128,16 @@ class Attention:
         cache, index = store[self.name], batch.paged[self._group]
         caches = cache["k"], cache["v"]
         where = (index.block_table, index.slot_mapping, batch.query_start, batch.seq_lens)
-        how = (s.scale, s.window, s.softcap, self.sinks)
+        how, more = (s.scale, s.window, s.softcap), self._more
         if self._place:
             to = (*caches, index.slot_mapping, batch.positions)
             q = self._place(q, k, v, *to, self._norms, self.rope.rotation if self.rope else None)
-            q = self.temperature(q, batch) if self.temperature else q
-            out = self._attend(q, None, None, *caches, *where, *how, batch.step, **self._more)
+            k, v, more = None, None, {**more, "step": batch.step}
         else:
             q, k = self._norm_and_rotate(heads, q, k, batch)
-            q = self.temperature(q, batch) if self.temperature else q
-            out = self._attend(q, k, v, *caches, *where, *how, **self._more)
-        return out, closing
+        q = self.temperature(q, batch) if self.temperature else q
+        sinks = self.sinks(q) if self.sinks else None
+        return self._attend(q, k, v, *caches, *where, *how, sinks, **more), closing
 
     def _close(self, out: Tensor, x: Tensor, closing: list[Tensor]) -> Tensor:
         assert self.o is not None

@@ -33,6 +33,8 @@ class SharedKeys:
     def __init__(self, s: SharedKeysSpec, w: Weights) -> None:
         if (
             s.sinks
+            or s.sink_keys
+            or s.chunk
             or s.gate
             or s.qk_norm_last
             or s.temperature
@@ -42,7 +44,7 @@ class SharedKeys:
             or s.out_norm
         ):
             raise UnsupportedModel(
-                "shared keys with sinks, gates, slopes, clips or growing queries are not implemented"
+                "shared keys with sinks, chunks, gates, slopes, clips or growing queries are not implemented"
             )
         self.spec, self.states, q = s, dict[str, State](), s.num_heads * s.head_dim
         self.q = w.linear("q", in_size=w.target.hidden_size, out_sizes=(q,))

@@ -194,6 +194,7 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """See `ops.attention.paged_attention`. `chosen`: another kernel than the usual one of these caches.
 
@@ -207,9 +208,9 @@ def attend(
         check_cache(name, cached, (size, kv_heads, width), k_cache.dtype)
     check_index(block_table, slot_mapping, query_start, seq_lens)
     _check_heads(q, k, v, (kv_heads, d), COLUMNS.get(kept, 2))
-    for name, each in (("sinks", sinks), ("slopes", slopes)):
-        if each is not None:
-            dense(name, each, rows.heads)
+    if slopes is not None:
+        dense("slopes", slopes, rows.heads)
+    sink_row = check_sinks(sinks, rows)
     if kept in CODED:
         q, k, mixed_v = mix_heads(cpu, q, k, v if kept in MIXED_VALUES else None)
         v = v if mixed_v is None else mixed_v
@@ -224,12 +225,25 @@ def attend(
         chosen.kernel, q, *rows.strides, out, k_cache, v_cache, block_table,
         block_table.stride(0) * 8, query_start, seq_lens, rows.heads, kv_heads, d, d, size, window or 0,
         float(scale), float(softcap or 0), apart, sinks, chosen.few.kernel.address if chosen.few else 0,
-        slopes,
+        slopes, sink_row, chunk or 0,
         rows=rows.count, seqs=seq_lens.shape[0], scratch=chosen.scratch(d, d), shared=apart,
     )  # fmt: skip
     if kept in MIXED_VALUES:
         turn_back(cpu, out)
     return out
+
+
+def check_sinks(sinks: Tensor | None, rows: TensorRows) -> int:
+    """Bytes from a token's sinks to the next ones'; 0: they are of heads. Raises ShapeMismatch."""
+    if sinks is None or sinks.dim() < 2:
+        if sinks is not None:
+            dense("sinks", sinks, rows.heads)
+        return 0
+    if sinks.shape != (rows.count, rows.heads):
+        raise ShapeMismatch(
+            f"sinks {list(sinks.shape)} are not one for each of {rows.count} × {rows.heads} heads"
+        )
+    return TensorRows.of(sinks).row_bytes
 
 
 def _store(cpu: Executor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
-from plait.kernels.cpu.attention.attention import check_cache, check_index
+from plait.kernels.cpu.attention.attention import check_cache, check_index, check_sinks
 from plait.kernels.cpu.attention.blocks import why_no_blocks
 from plait.kernels.cpu.attention.indexer import HEADS, TILE, add_tile, begin_head, close_head, unfold_latent
 from plait.kernels.cpu.attention.paged_rows import count_seen, find_entry, sequence_of, store_plain
@@ -111,11 +111,7 @@ def _relative_attention(
             f"what is mixed {list(mixed.shape)} does not fit {m} profiles of {most} distances, or a window "
             f"of {window} has no key"
         )
-    if sinks is not None and sinks.shape != (rows.count, rows.heads):
-        raise ShapeMismatch(
-            f"sinks {list(sinks.shape)} are not one for each of {rows.count} × {rows.heads} heads"
-        )
-    sink_row = 0 if sinks is None else TensorRows.of(sinks).row_bytes
+    sink_row = check_sinks(sinks, rows)
     item, state, wide = k_cache.element_size(), 64 + -(-d // 16) * 64, 4 * (d + m)
     store_plain(cpu, k, k_cache, slot_mapping)
     store_plain(cpu, v, v_cache, slot_mapping)

@@ -66,6 +66,7 @@ HIDDEN = np.float32(-np.inf)
 # Words of a launch: addresses, strides in bytes, sizes.
 Q, Q_ROW, Q_HEAD, OUT, KEYS, VALUES, TABLE, TABLE_ROW, START, LENS = range(2, 12)
 HEADS, KV_HEADS, K_DIM, V_DIM, BLOCK, WINDOW, SCALE, CAP, BUDGET, SINKS, FEW, SLOPES = range(12, 24)
+SINK_ROW, CHUNK = 24, 25
 
 
 @inline
@@ -77,9 +78,16 @@ def size_of(count: Int) -> Int:
 
 
 @inline
-def first_key(position: Int, window: Int) -> Int:
-    """The first position that a query at `position` sees; window 0: all of them."""
-    return max(position - window + 1, 0) if window > 0 else np.int64(0)
+def first_key(args: Int, position: Int) -> Int:
+    """The first position that a query at `position` sees; window 0: all of them.
+
+    A window ends with the query, or with its chunk.
+    """
+    window, chunk = word(args, WINDOW), word(args, CHUNK)
+    if window <= 0:
+        return np.int64(0)
+    last = position - position % chunk + chunk - 1 if chunk > 0 else position
+    return max(last - window + 1, 0)
 
 
 @inline
@@ -152,7 +160,7 @@ def soften(args: Int, scores: Int, first: Int, end: Int, span: Int, position: In
     """Products of one row with the groups first..end of a split become exp(score - largest), in place."""
     scale, cap = spread(get_f32(args + 8 * SCALE)), spread(get_f32(args + 8 * CAP))
     capped, hidden = get_f32(args + 8 * CAP) > np.float32(0.0), spread(HIDDEN)
-    low, top = first_key(position, word(args, WINDOW)), spread(LOWEST)
+    low, top = first_key(args, position), spread(LOWEST)
     for g in range(first, end):
         at, key = scores + 64 * g, span + 16 * g
         x = mul(load_f32(at), scale)
@@ -207,13 +215,19 @@ def weigh(scores: Int, first: Int, end: Int, places: Int, behind: Int) -> None:
 
 
 @inline
-def begin(args: Int, kv_head: Int, row: Int, state: Int, record: Int) -> None:
-    """A state that has seen no key, but its head's sink if there is one: a key with the value 0."""
+def begin(args: Int, s: Int, kv_head: Int, row: Int, state: Int, record: Int) -> None:
+    """A state that has seen no key, but its head's sink if there is one: a key with the value 0.
+
+    Sinks are of heads, or SINK_ROW bytes behind those of the token before.
+    """
     for i in range(64, record, 64):
         store_f32(state + i, zero_f32())
     if word(args, SINKS) != 0:
         group = word(args, HEADS) // word(args, KV_HEADS)
-        put_f32(state, get_f32(word(args, SINKS) + 4 * (kv_head * group + row % group)))
+        at = word(args, SINKS) + 4 * (kv_head * group + row % group)
+        if word(args, SINK_ROW) != 0:
+            at += word(args, SINK_ROW) * (get_i64(word(args, START) + 8 * s) + row // group)
+        put_f32(state, get_f32(at))
         put_f32(state + 4, np.float32(1.0))
     else:
         put_f32(state, LOWEST)
@@ -341,7 +355,7 @@ def soften_pairs(args: Int, scores: Int, first: Int, end: Int, span: Int, positi
 
     As bfloat16, number t at 2t; without the instruction as float32, at 4t.
     """
-    low, high = max(first_key(position, word(args, WINDOW)) - span, 0), min(position + 1 - span, 16 * end)
+    low, high = max(first_key(args, position) - span, 0), min(position + 1 - span, 16 * end)
     near, far = low // 32, (high + 31) // 32
     if high <= low:
         near, far = end, end
@@ -393,9 +407,9 @@ def clear(scores: Int, first: Int, end: Int) -> None:
 
 
 @inline
-def begin_pairs(args: Int, kv_head: Int, row: Int, state: Int, record: Int) -> None:
+def begin_pairs(args: Int, s: Int, kv_head: Int, row: Int, state: Int, record: Int) -> None:
     """As `begin`; a sink's weight is not rounded."""
-    begin(args, kv_head, row, state, record)
+    begin(args, s, kv_head, row, state, record)
     if word(args, SINKS) != 0:
         sink = spread(get_f32(state) * LOG2_E)
         store_some(state, upward(sink), np.int32(1))

@@ -421,7 +421,7 @@ _UPCOMING = """
             elif then >= 0 and then // units < seqs:
                 other = then // units
                 start = past_of(args, other)
-                soon = upcoming(args, other, 0, first_key(start, window), start + 1, scratch, copies)"""
+                soon = upcoming(args, other, 0, first_key(args, start), start + 1, scratch, copies)"""
 
 _BODY = '''
 @inline
@@ -447,7 +447,7 @@ def ticket(args, each):
 
 @inline
 def first_span(args, s):
-    return first_key(past_of(args, s), word(args, WINDOW)) // {span}
+    return first_key(args, past_of(args, s)) // {span}
 
 
 @inline
@@ -504,8 +504,8 @@ def gather(frame, args, thread, threads, seqs, spans):
                 if turn % threads != thread:
                     continue
                 position = past + row // group
-                begin(args, kv_head, row, state, record)
-                for span in range(first_key(position, word(args, WINDOW)) // {span}, position // {span} + 1):
+                begin(args, s, kv_head, row, state, record)
+                for span in range(first_key(args, position) // {span}, position // {span} + 1):
                     fold(state, part_of(frame, args, s, kv_head, row, spans, span), record)
                 finish(args, s, kv_head, row, state)
 
@@ -516,7 +516,7 @@ def attend(frame, args, thread, threads):
 
     A unit is some rows of a kv head: over all they see, or over one span, for `gather`.
     """{few}
-    seqs, kv_heads, window = get_i64(frame + 24), word(args, KV_HEADS), word(args, WINDOW)
+    seqs, kv_heads = get_i64(frame + 24), word(args, KV_HEADS)
     group, d, columns, stride = word(args, HEADS) // kv_heads, word(args, K_DIM), word(args, V_DIM), {stride}
     record, scratch = record_bytes(args), scratch_of(frame, thread) + {before}
     {enter}
@@ -544,7 +544,7 @@ def attend(frame, args, thread, threads):
             unit, only = unit // own, first_span(args, s) + unit % own
         kv_head, base, past = unit % kv_heads, unit // kv_heads * rows, past_of(args, s)
         count = min(rows, rows_in(args, s) * group - base)
-        low, high = first_key(past + base // group, window), past + (base + count - 1) // group + 1
+        low, high = first_key(args, past + base // group), past + (base + count - 1) // group + 1
         from_span, to_span = low // {span}, (high + {span} - 1) // {span}
         if spans > 0:
             from_span, to_span = max(from_span, only), min(to_span, only + 1)
@@ -556,7 +556,7 @@ def attend(frame, args, thread, threads):
         alone = spans == 0 and to_span - from_span == 1 and word(args, SINKS) == 0  # a part is all there is
         if not alone:
             for i in range(count):
-                begin(args, kv_head, base + i, states + i * record, record)
+                begin(args, s, kv_head, base + i, states + i * record, record)
         for span in range(from_span, to_span):
             at = span * {span}
             first, end = max(low - at, 0) // 16, (min(high - at, {span}) + 15) // 16
@@ -566,7 +566,7 @@ def attend(frame, args, thread, threads):
             for i in range(0, count, {rows}):
                 left = min(count - i, {rows})
                 earliest, latest = past + (base + i) // group, past + (base + i + left - 1) // group
-                start, stop = max(first_key(earliest, window) - at, 0), min(latest + 1 - at, {span})
+                start, stop = max(first_key(args, earliest) - at, 0), min(latest + 1 - at, {span})
                 if start >= stop:
                     continue
                 head, tail, size = start // 16, (stop + 15) // 16, {size}

@@ -150,11 +150,18 @@ def _join_parts(
     return sums, acc
 
 
+@triton.jit
+def _first_seen(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """The first position in the window of a query, perhaps below 0; it ends with the query, or its chunk."""
+    last = position // CHUNK * CHUNK + CHUNK - 1 if CHUNK else position
+    return last - WINDOW + 1
+
+
 @triton.jit(do_not_specialize=["num_seqs", "capacity"])
 def count_items(
     query_start, seq_lens, items, slots, starts, counters, num_seqs, capacity,
     S: tl.constexpr, G: tl.constexpr, KVH: tl.constexpr, BM: tl.constexpr, WINDOW: tl.constexpr,
-    SPLIT: tl.constexpr, TILES: tl.constexpr,
+    CHUNK: tl.constexpr, SPLIT: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """items [S + 1]: items in front of each sequence, for each kv head; slots [S]: partial results, or -1;
     starts [S + 1]: the first row of each sequence, and of those that are not there the end of all; counters
@@ -170,7 +177,7 @@ def count_items(
     count = after - start
     length = tl.load(seq_lens + s, mask=s < num_seqs, other=0).to(tl.int32)
     tiles = (count * G + BM - 1) // BM
-    first = tl.maximum(length - count - WINDOW + 1, 0) // SPLIT if WINDOW else 0
+    first = tl.maximum(_first_seen(length - count, WINDOW, CHUNK), 0) // SPLIT if WINDOW else 0
     splits = (length + SPLIT - 1) // SPLIT - first
     wanted = tl.where((splits > 1) & (tiles <= TILES), tiles * splits, 0)
     before = tl.cumsum(wanted, 0) - wanted
@@ -204,11 +211,13 @@ def attend(
     D: tl.constexpr, DP: tl.constexpr, REST: tl.constexpr, RESTP: tl.constexpr, LATENT: tl.constexpr,
     KW: tl.constexpr, VW: tl.constexpr, GROUP: tl.constexpr, REST_AT: tl.constexpr,
     PAGE: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr, STAGES: tl.constexpr,
+    CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, TOKEN_SINKS: tl.constexpr,
+    ALIBI: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """q: [T, KVH * G, D + REST] -> out [T, KVH * G, D], or partial results of splits: see the module.
 
-    part: [slots, KVH, BM, DP] float32, part_sums: [slots, KVH, BM, 2] (largest score, sum).
+    part: [slots, KVH, BM, DP] float32, part_sums: [slots, KVH, BM, 2] (largest score, sum). sinks: [KVH * G],
+    or by TOKEN_SINKS [T, KVH * G].
     """
     await_previous()
     total = tl.load(items + S) * KVH
@@ -223,7 +232,7 @@ def attend(
         tile, split = own % tiles, own // tiles
         begins = tl.zeros([], tl.int32)
         if WINDOW:
-            begins = tl.maximum(length - count - WINDOW + 1, 0) // SPLIT
+            begins = tl.maximum(_first_seen(length - count, WINDOW, CHUNK), 0) // SPLIT
         first, last = begins, (length + SPLIT - 1) // SPLIT
         splits = last - begins
         if slot >= 0:
@@ -248,7 +257,9 @@ def attend(
         if ALIBI:
             lean = tl.load(slopes + head, mask=there, other=0.0) * 1.4426950408889634
         if SINKS and first == begins:
-            largest = tl.load(sinks + head, mask=there, other=0.0) * 1.4426950408889634
+            at_sink = place * (KVH * G) + head if TOKEN_SINKS else head
+            sink = tl.load(sinks + at_sink, mask=there, other=0.0)
+            largest = sink.to(tl.float32) * 1.4426950408889634
             sums = tl.full([BM], 1.0, tl.float32)
         else:
             largest = tl.full([BM], -float("inf"), tl.float32)
@@ -258,7 +269,7 @@ def attend(
         # The keys of a tile end with those its last row sees. They begin with those its first row sees: what
         # lies in front of a window may be no number, and a weight of 0 would not take it away.
         end = tl.minimum(length, length - count + (tl.minimum(tile * BM + BM, count * G) - 1) // G + 1)
-        oldest = length - count + tile * BM // G - WINDOW + 1
+        oldest = _first_seen(length - count + tile * BM // G, WINDOW, CHUNK)
         for s in range(first, last):
             start = (s + tl.zeros([], tl.int32)) * SPLIT
             stop = tl.minimum(start + SPLIT, end)
@@ -289,7 +300,7 @@ def attend(
                     scores = cap * tanh(scores / cap)
                 ok = seen[None, :] & (t[None, :] <= position[:, None])
                 if WINDOW:
-                    ok &= t[None, :] > position[:, None] - WINDOW
+                    ok &= t[None, :] >= _first_seen(position, WINDOW, CHUNK)[:, None]
                 scores = tl.where(ok, scores, -float("inf"))
                 new = tl.maximum(top, tl.max(scores, 1))
                 base = tl.where(new == -float("inf"), 0.0, new)
@@ -357,7 +368,12 @@ def most_slots(table: Tensor, page: int, constants: Mapping[str, int]) -> int:
 
 
 def list_work(
-    query_start: Tensor, seq_lens: Tensor, constants: Mapping[str, int], window: int, capacity: int
+    query_start: Tensor,
+    seq_lens: Tensor,
+    constants: Mapping[str, int],
+    window: int,
+    capacity: int,
+    chunk: int = 0,
 ) -> AttentionWork:
     """Launch `count_items`. Nothing waits for the device."""
     size, heads, rows = (constants[name] for name in ("S", "KVH", "BM"))
@@ -371,7 +387,7 @@ def list_work(
     few = {name: constants[name] for name in ("S", "G", "KVH", "BM")}
     launch(
         count_items, (1,), query_start, seq_lens, work.items, work.slots, work.starts, work.counters,
-        len(seq_lens), capacity, WINDOW=window, SPLIT=SPLIT, TILES=most_tiles, **few,
+        len(seq_lens), capacity, WINDOW=window, CHUNK=chunk, SPLIT=SPLIT, TILES=most_tiles, **few,
     )  # fmt: skip
     return work
 
@@ -385,6 +401,7 @@ def _attend_over(
     step: dict[object, Any] | None,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """q: [T, heads, dim + rest], caches of keys and values, where: (block_table, query_start, seq_lens)
     -> [T, heads, dim]. `step`: where the work list of the step is, or is left."""
@@ -396,18 +413,19 @@ def _attend_over(
     num_seqs = len(seq_lens)
     shared = layout.constants(num_seqs, layout.rows(len(q) != num_seqs, k_cache.dtype))
     capacity, window = most_slots(table, k_cache.shape[1], shared), layout.window
-    key = (NAME, window, capacity, *(shared[n] for n in ("G", "KVH", "DP")))
+    key = (NAME, window, chunk, capacity, *(shared[n] for n in ("G", "KVH", "DP")))
     step = {} if step is None else step
     work = step.get(key)
     if work is None:
-        work = step[key] = list_work(query_start, seq_lens, shared, window or 0, capacity)
+        work = step[key] = list_work(query_start, seq_lens, shared, window or 0, capacity, chunk or 0)
     launch(
         attend, (count_programs(q.device),),
         q, k_cache, v_cache, *map(_as_words, caches), table, seq_lens, work.items, work.slots, work.starts,
         work.counters, out, work.part, work.sums, work.sums if sinks is None else sinks,
         work.sums if slopes is None else slopes, table.stride(0), q.stride(0), q.stride(1), scale * LOG2E,
         **shared,
-        **layout.attention(k_cache, v_cache, sinks is not None, slopes is not None, shared_limit(q.device)),
+        CHUNK=chunk or 0, TOKEN_SINKS=sinks is not None and sinks.dim() == 2,
+        **layout.attention(*caches, sinks is not None, slopes is not None, shared_limit(q.device)),
         **layout.options(k_cache.dtype, slopes is not None),
     )  # fmt: skip
     mixed = layout.codes.mixed if layout.codes and not layout.mixes_inside else 1
@@ -449,6 +467,7 @@ def attend_paged(
     sinks: Tensor | None = None,
     step: dict[object, Any] | None = None,
     slopes: Tensor | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """`paged_attention`: the same arguments and result."""
     dim = q.shape[-1]
@@ -461,7 +480,7 @@ def attend_paged(
     elif codes:
         q = turn_back(q.contiguous(), codes.mixed)  # which divides by it
     where = block_table, query_start, seq_lens
-    return _attend_over(q, (k_cache, v_cache), where, layout, scale, step, sinks, slopes)
+    return _attend_over(q, (k_cache, v_cache), where, layout, scale, step, sinks, slopes, chunk)
 
 
 def why_no_latents(facts: OpFacts) -> str | None:

@@ -46,9 +46,17 @@ SHAPES = {  # heads, kv_heads, dim, rest, window, softcap, sinks, codes
     "gqa 64/8 d64 window sinks int8": (64, 8, 64, 0, 128, None, True, True),
     "gqa 64/1 d512 window sinks int8": (64, 1, 512, 0, 128, None, True, True),
     "gqa 32/32 d128 alibi int8": (32, 32, 128, 0, None, None, False, True),
+    "gqa 48/8 d128 token sinks": (48, 8, 128, 0, None, None, True, False),
+    "gqa 48/8 d128 window token sinks": (48, 8, 128, 0, 4096, None, True, False),
+    "gqa 48/8 d128 token sinks int8": (48, 8, 128, 0, None, None, True, True),
+    "gqa 48/8 d128 window token sinks int8": (48, 8, 128, 0, 4096, None, True, True),
+    "gqa 32/8 d128 chunks": (32, 8, 128, 0, 1024, None, False, False),
+    "gqa 32/8 d128 chunks int8": (32, 8, 128, 0, 1024, None, False, True),
     "mla 16 heads window": (16, 1, 512, 64, 512, None, False, False),
     "mla 16 heads window int8": (16, 1, 512, 64, 512, None, False, True),
 }
+TOKEN_SINKS = tuple(name for name in SHAPES if "token sinks" in name)
+CHUNKS = {"gqa 32/8 d128 chunks": 512, "gqa 32/8 d128 chunks int8": 512}
 LEANING = ("gqa 32/32 d128 alibi", "gqa 32/32 d128 alibi int8")
 WIDE_SHAPES = (
     "gqa 32/8 d128",
@@ -58,6 +66,8 @@ WIDE_SHAPES = (
     "gqa 64/8 d64 sinks int8",
     "gqa 64/8 d64 window sinks",
     "gqa 64/8 d64 window sinks int8",
+    *TOKEN_SINKS,
+    *CHUNKS,
     "gqa 8/4 d256 window softcap",
     "gqa 8/2 d512",
     "gqa 8/4 d256 int8",
@@ -72,13 +82,14 @@ WIDE_SHAPES = (
 ROUNDED_SHAPES = (
     *("gqa 32/8 d128", "gqa 8/4 d256 window softcap", "gqa 8/2 d512", "mla 16 heads"),
     *("gqa 9/3 d64", "gqa 64/8 d64 sinks", "gqa 64/8 d64 window sinks"),
+    *("gqa 48/8 d128 token sinks", "gqa 48/8 d128 window token sinks", "gqa 32/8 d128 chunks"),
 )
 HALF_SHAPES = (  # in float16, as most models of that dtype have them
     "gqa 32/8 d128",
     "gqa 32/32 d80",
     "gqa 32/32 d96",
     "gqa 9/3 d64",
-    *("gqa 64/8 d64 sinks", "gqa 64/8 d64 window sinks"),
+    *("gqa 64/8 d64 sinks", "gqa 64/8 d64 window sinks", "gqa 48/8 d128 token sinks"),
     "gqa 8/4 d256 softcap",
     "gqa 8/4 d256 window softcap",
     "gqa 8/2 d512",
@@ -110,8 +121,11 @@ def forms() -> Iterator[KernelForm]:
         yield from _attend_forms(name, types, FLOAT16)
     constants = PagedLayout(32, 8, 128, 0, None, None, None).constants(64, ROWS)
     few = {key: constants[key] for key in ("S", "G", "KVH", "BM")}
-    for name, window in (("count_items", 0), ("count_items, window", 4096)):
-        sizes = {**few, "WINDOW": window, "SPLIT": SPLIT, "TILES": MOST_TILES}
+    for name, window, chunk in (
+        *(("count_items", 0, 0), ("count_items, window", 4096, 0)),
+        ("count_items, chunks", 1024, 512),
+    ):
+        sizes = {**few, "WINDOW": window, "CHUNK": chunk, "SPLIT": SPLIT, "TILES": MOST_TILES}
         yield KernelForm(name, count_items, POINTERS, sizes)
     turn = turn_form(512)
     yield from (turn, as_float32(turn), as_float16(turn))
@@ -122,6 +136,7 @@ def _attend_forms(name: str, types: Mapping[str, str], suffix: str = "") -> Iter
     heads, kv_heads, dim, rest, window, softcap, sinks, coded = SHAPES[name]
     form = latent_codes(dim, rest) if rest else key_codes(dim)
     dtype, kept = KINDS[types["q"]], types["k_cache"]
+    types = {**types, "sinks": types["q"]} if name in TOKEN_SINKS else types
     layout = PagedLayout(heads, kv_heads, dim, rest, form if coded else None, window, softcap, dtype)
     widths = (form.width, form.width if rest else value_codes(dim).width) if coded else (dim + rest,) * 2
     caches = [torch.empty(1, 64, kv_heads, width, dtype=KINDS[kept], device="meta") for width in widths]
@@ -131,6 +146,7 @@ def _attend_forms(name: str, types: Mapping[str, str], suffix: str = "") -> Iter
         rows = layout.rows(step == "prompts", KINDS[kept])
         constants = layout.constants(64, rows)
         constants |= layout.attention(caches[0], caches[1], sinks, name in LEANING)
+        constants |= {"TOKEN_SINKS": name in TOKEN_SINKS, "CHUNK": CHUNKS.get(name, 0)}
         warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
         yield KernelForm(
             f"attend, {name}, {step}{suffix}", attend, types, constants, warps, stages, demands=demands,
