@@ -14,7 +14,8 @@ from plait.families.common.spec_builders import mamba2, model, norm
 from plait.families.config.normalize import LINEAR, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch, head_size
 from plait.families.mamba1 import STATE_SPACES, state_spaces_mamba1
-from plait.spec.model import BranchSpec, Mamba2Spec, ModelSpec, NormSpec
+from plait.spec.model import BranchSpec, ModelSpec, NormSpec
+from plait.spec.recurrent import Mamba2Spec
 
 # transformers, state-spaces, and Mistral's own files of Codestral Mamba
 PREFIXES = ("backbone.", "model.backbone.")

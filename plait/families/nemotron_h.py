@@ -16,7 +16,8 @@ from plait.families.config.aliases import ALIASES
 from plait.families.config.blocks import KIND
 from plait.families.config.normalize import FULL, LINEAR, Config
 from plait.families.gguf.arch import FILE, Metadata, check_router, gguf_arch, head_size, join_shared_experts
-from plait.spec.model import BranchSpec, Mamba2Spec, Mixer, MlpSpec, ModelSpec, MoeSpec, MtpSpec
+from plait.spec.model import BranchSpec, Mixer, MlpSpec, ModelSpec, MoeSpec, MtpSpec
+from plait.spec.recurrent import Mamba2Spec
 
 # Of mtp_hybrid_override_pattern, and of mtp_block_configs.
 MTP_LAYERS = {"*": FULL, "E": "moe", "-": "mlp", "attention": FULL, "moe": "moe", "mlp": "mlp"}

@@ -143,27 +143,6 @@ class MlaSpec(Mixer):
 
 
 @dataclass(frozen=True, slots=True)
-class Mamba2Spec(Recurrent):
-    """State-space duality (Dao & Gu 2024). `norm_groups` is how many parts the gated norm is taken over.
-
-    `mode` "ssd" is the recurrence; "exact" is what oxidizr's trainer computes. The latter is not causal
-    (`ModelSpec.causal` is then False), because it depends on `chunk_size` and on the whole sequence.
-    """
-
-    num_heads: int
-    head_dim: int
-    state_size: int
-    num_groups: int
-    conv_kernel: int
-    chunk_size: int = 256
-    dt_limit: tuple[float, float] = (0.0, UNLIMITED)
-    gated_norm: NormSpec | None = NormSpec()
-    norm_groups: int = 1
-    norm_before_gate: bool = False
-    mode: Literal["ssd", "exact"] = "ssd"
-
-
-@dataclass(frozen=True, slots=True)
 class MlpSpec(Mixer):
     """A feed-forward network with `size` inner features: down(activation(gate(x)) · up(x)) where `gated`."""
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from plait.families.common.registry import build_spec
-from plait.spec.model import AttentionSpec, Mamba2Spec, MlaSpec, ModelSpec, MoeSpec, ParallelSpec, RouterSpec
+from plait.spec.model import AttentionSpec, MlaSpec, ModelSpec, MoeSpec, ParallelSpec, RouterSpec
+from plait.spec.recurrent import Mamba2Spec
 
 LLAMA_31_8B = {
     "architectures": ["LlamaForCausalLM"],

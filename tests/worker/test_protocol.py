@@ -20,7 +20,6 @@ from plait.server.http.errors import NotReady
 from plait.spec.model import (
     AttentionSpec,
     BranchSpec,
-    Mamba2Spec,
     MlpSpec,
     ModelSpec,
     NormSpec,
@@ -28,6 +27,7 @@ from plait.spec.model import (
     Recurrent,
     RopeSpec,
 )
+from plait.spec.recurrent import Mamba2Spec
 from plait.spec.values import encode_spec_value
 from plait.worker import protocol
 from plait.worker.child import WireLog

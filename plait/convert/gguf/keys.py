@@ -13,7 +13,6 @@ from plait.errors import UnsupportedFormat
 from plait.ops.rope import frequencies, yarn_mscale
 from plait.spec.model import (
     AttentionSpec,
-    Mamba2Spec,
     Mixer,
     MlaSpec,
     MlpSpec,
@@ -27,6 +26,7 @@ from plait.spec.recurrent import (
     DeltaNetSpec,
     LightningSpec,
     Mamba1Spec,
+    Mamba2Spec,
     ShortConvSpec,
     Wkv6Spec,
     Wkv7Spec,

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from plait.families.config.normalize import Config
-from plait.spec.model import Mamba2Spec, ModelSpec
+from plait.spec.model import ModelSpec
+from plait.spec.recurrent import Mamba2Spec
 
 Values = dict[str, object]
 Extra = Callable[[Config, ModelSpec], Values]

@@ -13,7 +13,6 @@ from plait.spec.model import (
     UNLIMITED,
     AttentionSpec,
     BranchSpec,
-    Mamba2Spec,
     Mixer,
     MlpSpec,
     ModelSpec,
@@ -24,7 +23,7 @@ from plait.spec.model import (
     RouterSpec,
     TemperatureSpec,
 )
-from plait.spec.recurrent import Mamba1Spec
+from plait.spec.recurrent import Mamba1Spec, Mamba2Spec
 
 ENDLESS = 262_144  # tokens: a model without positions has no limit of its own
 _ROPE_ONLY = ("rope_theta", "partial_rotary_factor")

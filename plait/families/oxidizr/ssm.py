@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from plait.errors import ConfigError, UnsupportedModel
 from plait.families.oxidizr.view import BranchPart, Tensors, View, linear
-from plait.spec.model import Mamba2Spec, NormSpec
-from plait.spec.recurrent import Mamba1Spec, Mamba3Spec
+from plait.spec.model import NormSpec
+from plait.spec.recurrent import Mamba1Spec, Mamba2Spec, Mamba3Spec
 
 EPS = 1e-6  # of every norm in and before a Mamba2 and Mamba3
 STATE_LIMIT = 30.0  # of Mamba1, in which A is positive: the clamp is part of the model

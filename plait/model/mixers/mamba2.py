@@ -18,8 +18,7 @@ from plait.ops.conv import causal_conv
 from plait.ops.ssm import mamba2_scan_from_dt
 from plait.ops.ssm_exact import mamba2_exact
 from plait.partition import Cut, Division, Range, Rank, join_ranges, scale_range, shift_range, sum_of, width
-from plait.spec.model import Mamba2Spec
-from plait.spec.recurrent import Mamba3Spec
+from plait.spec.recurrent import Mamba2Spec, Mamba3Spec
 from plait.state.store import StateStore
 
 # Of taps to which 1 was added for the input itself: bfloat16 near 1 would round a small tap away.

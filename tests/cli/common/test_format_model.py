@@ -20,7 +20,6 @@ from plait.cli.common.format_model import (
 from plait.spec.model import (
     AttentionSpec,
     BranchSpec,
-    Mamba2Spec,
     Mixer,
     MlaSpec,
     MlpSpec,
@@ -31,7 +30,7 @@ from plait.spec.model import (
     RopeSpec,
     RouterSpec,
 )
-from plait.spec.recurrent import DeltaNetSpec, LightningSpec, Mamba1Spec, RgLruSpec, ShortConvSpec
+from plait.spec.recurrent import DeltaNetSpec, LightningSpec, Mamba1Spec, Mamba2Spec, RgLruSpec, ShortConvSpec
 
 ATTN = AttentionSpec(9, 3, 64, 0.125, RopeSpec(64, 1e5), window=512, softcap=50.0, qk_norm=NormSpec())
 SSM = Mamba2Spec(8, 64, 128, 1, 4)

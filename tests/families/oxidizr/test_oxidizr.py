@@ -20,8 +20,8 @@ from plait.errors import (
 )
 from plait.families.oxidizr.config import parse_override
 from plait.families.oxidizr.oxidizr import is_oxidizr
-from plait.spec.model import AttentionSpec, Mamba2Spec, MlaSpec, MlpSpec, MoeSpec
-from plait.spec.recurrent import Mamba1Spec, Mamba3Spec
+from plait.spec.model import AttentionSpec, MlaSpec, MlpSpec, MoeSpec
+from plait.spec.recurrent import Mamba1Spec, Mamba2Spec, Mamba3Spec
 from tests.families.oxidizr.oxidizr_checkpoint import (
     DENSE,
     HYBRID,

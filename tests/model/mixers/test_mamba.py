@@ -18,8 +18,7 @@ from plait.model.layers.layers import Batch
 from plait.model.mixers.mamba1 import Mamba1
 from plait.model.mixers.mamba2 import Mamba2
 from plait.model.mixers.mamba3 import Mamba3
-from plait.spec.model import Mamba2Spec
-from plait.spec.recurrent import Mamba1Spec, Mamba3Spec
+from plait.spec.recurrent import Mamba1Spec, Mamba2Spec, Mamba3Spec
 from plait.state.store import StateStore
 
 HIDDEN, CPU = 12, torch.device("cpu")
