@@ -15,8 +15,8 @@ from plait.families.common.recipes import (
     unused_patterns,
 )
 from plait.families.common.registry import family
-from plait.families.common.spec_builders import gqa, mlp, model, norm, rope
-from plait.families.config.normalize import FULL, Config, rotates
+from plait.families.common.spec_builders import gqa, make_chunks, mlp, model, norm, rope
+from plait.families.config.normalize import CHUNKED, FULL, Config, rotates
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch
 from plait.families.moe import turn_experts
 from plait.spec.model import (
@@ -53,7 +53,7 @@ FFN, EYES = "layers.{i}.ffn", r"^(model\.)?vision_model\."
     honours=("use_qk_norm", "no_rope_layers", "no_rope_layer_interval", "attention_chunk_size"),
 )
 def llama4(c: Config) -> tuple[ModelSpec, NameMap]:
-    """Sequences are as long as one chunk of attention: within it, attention to chunks is attention."""
+    """Layers with positions see the tokens of a query's chunk, and all others see all."""
     if (chosen := c["num_experts_per_tok"]) != 1:
         raise UnsupportedModel(f"num_experts_per_tok = {chosen} is not implemented for Llama 4; known: 1")
     each, count, size = norm(c), len(c["layer_types"]), c["intermediate_size"]
@@ -65,11 +65,10 @@ def llama4(c: Config) -> tuple[ModelSpec, NameMap]:
     layers = [
         (BranchSpec("attn", _attention(c, i), each), routed if i in sparse else dense) for i in range(count)
     ]
-    longest = min(c["max_position_embeddings"], c["attention_chunk_size"] or c["max_position_embeddings"])
     usual = text_tensors(transformer)
     names = at(TEXT_PREFIXES, lambda prefix: _names(prefix, c, size))
     unused = unused_patterns(c, *VISION, EYES)
-    return model(c, "llama4_text", layers, max_len=longest), NameMap(names, usual, ignored=unused)
+    return model(c, "llama4_text", layers), NameMap(names, usual, ignored=unused)
 
 
 def _attention(c: Config, i: int) -> AttentionSpec:
@@ -78,9 +77,17 @@ def _attention(c: Config, i: int) -> AttentionSpec:
         turned = rope(c, c["head_dim"], interleaved=True)
         if lengths and turned.scaling:  # norms behind it divide away what it multiplies by
             turned = replace(turned, scaling={**turned.scaling, "attention_factor": 1.0})
-        return gqa(c, FULL, rope=turned, qk_norm=lengths)
+        return gqa(c, FULL, rope=turned, qk_norm=lengths, **_chunks(c, i))
     grown = TemperatureSpec(float(c["attn_scale"]), float(c["floor_scale"]), 1.0)
-    return gqa(c, FULL, rope=None, temperature=grown if c["attn_temperature_tuning"] else None)
+    temperature = grown if c["attn_temperature_tuning"] else None
+    return gqa(c, FULL, rope=None, temperature=temperature, **_chunks(c, i))
+
+
+def _chunks(c: Config, i: int) -> dict[str, int]:
+    """What limits a layer's attention, if its word says so; without words, its positions do."""
+    key, words = "attention_chunk_size", c.get("layer_words")
+    has_chunks = words[i] == CHUNKED if words else rotates(c, i) and bool(c[key])
+    return make_chunks(c, key, c[key]) if has_chunks else {}
 
 
 def _names(prefix: str, c: Config, size: int) -> Rules:

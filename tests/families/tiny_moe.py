@@ -47,7 +47,7 @@ VARIANTS: dict[str, Variant] = {
             "intermediate_size": 20,
             "intermediate_size_mlp": 28,
             "interleave_moe_layer_step": 2,
-            "attention_chunk_size": 64,
+            "attention_chunk_size": 6,
             "floor_scale": 8,
             **PAD,
         },

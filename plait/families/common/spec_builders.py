@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from plait.errors import UnsupportedModel
-from plait.families.config.normalize import FULL, SLIDING, Config
+from plait.families.config.normalize import CHUNKED, FULL, SLIDING, Config
 from plait.spec.model import (
     UNLIMITED,
     AttentionSpec,
@@ -66,8 +66,8 @@ def build_temperature(c: Config) -> TemperatureSpec | None:
 
 
 def window(c: Config, kind: str) -> int | None:
-    if kind == "chunked_attention":
-        raise UnsupportedModel("layer_types has chunked_attention, which only Llama 4 is known to have")
+    if kind == CHUNKED:
+        raise UnsupportedModel(f"layer_types has {CHUNKED}, which only Llama 4 and Rnj-1 are known to have")
     if kind != SLIDING:
         return None
     size = int(c["sliding_window"])
@@ -88,6 +88,16 @@ def gqa(c: Config, kind: str = FULL, **changes: Any) -> AttentionSpec:
         window=window(c, kind),
     )
     return replace(usual, **changes)
+
+
+def make_chunks(c: Config, key: str, size: object, behind: int = 0) -> dict[str, int]:
+    """The fields of attention to chunks of so many tokens: to a query's own, and to so many behind it.
+
+    key: of the config, that says it. Raises UnsupportedModel.
+    """
+    if not isinstance(size, int) or size < 1:
+        raise UnsupportedModel(f"{key} is {c.get(key)!r:.40}, of which no chunks of attention are made")
+    return {"window": size * (behind + 1), "chunk": size}
 
 
 def mlp(c: Config, size: int | None = None) -> MlpSpec:

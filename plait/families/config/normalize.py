@@ -32,6 +32,7 @@ from plait.families.config.words import (
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+CHUNKED = "chunked_attention"  # Llama 4, Rnj-1: a family says how long a chunk is
 ROPES, SHARE = "rope_parameters", "partial_rotary_factor"
 LAYER_WORDS = {
     FULL: FULL,
@@ -50,7 +51,7 @@ LAYER_WORDS = {
     "hybrid": "hybrid",
     "hybrid_sliding": "hybrid_sliding",  # ZAYA
     "conv": "conv",
-    "chunked_attention": "chunked_attention",
+    CHUNKED: CHUNKED,
     "attn": FULL,
     "swa": SLIDING,
     "jet": LINEAR,  # Jet-Nemotron
