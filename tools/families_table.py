@@ -28,7 +28,7 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Llama 2, 3, 3.x, SmolLM2, CodeLlama", "GQA, MLP", ("llama",)),
     ("Mistral, Nemo, Ministral 8B, Devstral", "GQA, perhaps with windows, MLP", ("mistral",)),
     ("DiffLlama", "differential GQA, MLP", ("diffllama",)),
-    ("Llama 4 (text, up to 8,192 tokens)", "GQA, partly without positions, MoE", ("llama4_text",)),
+    ("Llama 4 (text)", "GQA, in chunks and without positions, MoE", ("llama4_text",)),
     ("Seed-OSS, CWM, InternLM 3 · AFM 4.5B · Helium", "GQA, MLP", ("seed_oss", "cwm", "arcee", "helium")),
     ("ERNIE 4.5 · ERNIE 4.5 MoE", "GQA, MLP · MoE", ("ernie4_5", "ernie4_5_moe")),
     ("ERNIE 4.5 VL (text)", "GQA, MoE", ("ernie4_5_vl_moe_text",)),
@@ -37,6 +37,8 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Molmo 1, 2 (text)", "GQA, MLP", ("molmo", "molmo2_text")),
     ("EXAONE 4", "GQA, local and global, MLP", ("exaone4",)),
     ("K-EXAONE · Flint · Aria (text)", "GQA, local and global, MoE", ("exaone_moe", "flint", "aria_text")),
+    ("IQuest Q1", "GQA with learned keys, local and global, MoE", ("iquest_q1",)),
+    ("Domyn Edge", "GQA, local and global, partly without positions, MLP", ("domyn_edge",)),
     ("Nemotron 3, 4, Minitron · StableLM 2", "GQA, MLP", ("nemotron", "stablelm")),
     ("Mixtral", "GQA, MoE", ("mixtral",)),
     ("Snowflake Arctic", "GQA and MoE side by side, MLP", ("arctic",)),
@@ -59,6 +61,7 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
     ("Gemma 1, VaultGemma", "GQA, local and global, MLP", ("gemma", "vaultgemma")),
     ("Gemma 2, Gemma 3 (text)", "GQA, local and global, MLP", ("gemma2", "gemma3_text")),
+    ("Rnj-1", "GQA, in chunks and global, MLP", ("rnj1",)),
     ("Gemma 4 (text)", "GQA, local and global, MLP, MoE", ("gemma4_text", "gemma4_unified_text")),
     ("xLSTM 7B", "mLSTM, MLP", ("xlstm",)),
     ("Gemma 3n (text)", "GQA, local and global, MLP, four residual streams", ("gemma3n_text",)),
@@ -105,6 +108,7 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("MiniCPM 1, 2, 4 (4.1 up to 8,191 tokens)", "GQA, MLP", ("minicpm",)),
     ("MiniCPM 3", "MLA, MLP", ("minicpm3",)),
     ("MiniMax-M2 · dots.llm1 · Solar Open", "GQA, MoE", ("minimax_m2", "dots1", "solar_open")),
+    ("XVERSE MoE", "GQA, MoE", ("xverse_moe",)),
     ("Kimi-Linear", "Kimi delta attention, MLA, MoE", ("kimi_linear",)),
     (
         "Kimi-K3 (text)",
@@ -244,6 +248,7 @@ OTHER_TESTS: Mapping[str, tuple[bool, bool, bool]] = {  # Hugging Face files, GG
     "maincoder": (True, True, False),  # gguf/published, gguf/test_recorded
     "oxidizr": (True, False, True),  # test_oxidizr
     "mimo": (True, False, False),  # mtp_oracle
+    **dict.fromkeys(("iquest_q1", "domyn_edge", "rnj1", "xverse_moe"), (True, False, False)),  # test_older
     **dict.fromkeys(("Yi", "minicpmv", "molmo"), (True, False, False)),  # gguf/published_kin
     "solar": (True, False, False),  # test_coded
     **dict.fromkeys(  # test_older, test_layouts, gguf/test_recorded

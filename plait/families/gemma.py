@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from plait.checkpoint.names import NameMap, Rules
+from plait.errors import UnsupportedModel
 from plait.families.common.detection import Detection, Marker, Q
 from plait.families.common.hf_config import GEMMA_WORDS, HfConfig, Values
 from plait.families.common.recipes import VISION, plus_one, text_tensors, unused_patterns
 from plait.families.common.registry import family
-from plait.families.common.spec_builders import gqa, mlp, model, norm
+from plait.families.common.spec_builders import gqa, make_chunks, mlp, model, norm, require, rope
 from plait.families.common.tensors import Tensors
-from plait.families.config.normalize import Config
+from plait.families.config.normalize import CHUNKED, FULL, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch, plain_arch, windows
 from plait.spec.model import AttentionSpec, BranchSpec, ModelSpec
 
@@ -114,15 +117,36 @@ def vaultgemma(c: Config) -> tuple[ModelSpec, NameMap]:
     return _gemma(c, "vaultgemma", has_qk_norm=False, has_post_norms=False)
 
 
+@family(
+    "Rnj1ForCausalLM",
+    model_types=("rnj1",),
+    defaults={**SHARED, "sliding_window": None, "max_position_embeddings": 131_072},
+    honours=("sliding_window", "query_pre_attn_scalar", "final_logit_softcapping"),
+)
+def rnj1(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Rnj-1 behind the first: Gemma 3, of which local layers see a query's block and the one before.
+
+    The first Rnj-1 is saved as Gemma 3. Raises UnsupportedModel.
+    """
+    require(c, "Rnj-1", hidden_act=("gelu_pytorch_tanh",))
+    if unknown := {*c["layer_types"]} - {FULL, CHUNKED}:
+        raise UnsupportedModel(f"layer_types has {sorted(unknown)[0]}; Rnj-1 has {FULL} and {CHUNKED}")
+    return _gemma(c, "rnj1", has_qk_norm=True)
+
+
 def _gemma(
     c: Config, name: str, *, has_qk_norm: bool, has_post_norms: bool = True
 ) -> tuple[ModelSpec, NameMap]:
     scale, cap, each = c["query_pre_attn_scalar"] ** -0.5, c.get("attn_logit_softcapping"), norm(c)
     behind = each if has_post_norms else None
     ffn = BranchSpec("ffn", mlp(c), each, post_norm=behind)
+    half = (c.get("sliding_window") or 0) // 2  # of Rnj-1's, a block
 
     def layer(kind: str) -> tuple[BranchSpec, BranchSpec]:
-        attention = gqa(c, kind, scale=scale, softcap=cap, qk_norm=each if has_qk_norm else None)
+        local = make_chunks(c, "sliding_window", half, behind=1) if kind == CHUNKED else {}
+        turns = rope(c, c["head_dim"], kind)
+        attention = gqa(c, FULL if local else kind, scale=scale, softcap=cap, rope=turns, **local)
+        attention = replace(attention, qk_norm=each if has_qk_norm else None)
         return BranchSpec("attn", attention, each, post_norm=behind), ffn
 
     spec = model(

@@ -127,6 +127,20 @@ def solar_open(c: Config) -> tuple[ModelSpec, NameMap]:
 
 
 @family(
+    "XverseMoeForCausalLM",
+    model_types=("xverse_moe",),
+    defaults={**SILU, "norm_topk_prob": False},
+)
+def xverse_moe(c: Config) -> tuple[ModelSpec, NameMap]:
+    """XVERSE-MoE-A4.2B, saved with XVERSE's model type: softmax scores, experts in every layer."""
+    attn = BranchSpec("attn", gqa(c), norm(c))
+    router = RouterSpec(renormalize=bool(c["norm_topk_prob"]))
+    return build_shared_moe(
+        c, "xverse_moe", [attn] * c["num_hidden_layers"], router, {f"{FFN}.router": f"{MLP}.router"}
+    )
+
+
+@family(
     "HYV3ForCausalLM",
     model_types=("hy_v3",),
     defaults={

@@ -22,6 +22,7 @@ from tests.families.older_oracles import (
     rms,
     turned,
 )
+from tests.families.small_oracles import SMALL
 
 Shapes = dict[str, tuple[int, ...]]
 HEADS, KV, DIM = 6, 2, SIZE // 6
@@ -333,4 +334,4 @@ NEWER: Mapping[str, OlderFamily] = {
     "plamo": OlderFamily(PLAMO, _plamo_shapes, _plamo_logits),
     "talkie": OlderFamily(TALKIE, _talkie_shapes, _talkie_logits),
 }
-DESCRIBED = {**OLDER, **NEWER}
+DESCRIBED = {**OLDER, **NEWER, **SMALL}

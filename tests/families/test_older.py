@@ -18,6 +18,7 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "nanbeige in one round": ("nanbeige", {"num_loops": 1}),
     "grok 1": ("grok", {"residual_moe": False}),
     "smallthinker by a softmax": ("smallthinker", {"moe_primary_router_apply_softmax": True}),
+    "iquest q1 without learned keys": ("iquest_q1", {"enable_sink_attention": False}),
 }
 
 

@@ -109,6 +109,7 @@ FORMATS: Mapping[str, ToolFormat] = {
             final=SOLAR_FINAL,
         ),
         _make_tagged("longcat_tags", ("<longcat_tool_call>", "<longcat_arg_key>")),
+        _make_tagged("iquest"),
         _json_in("longcat", ("<longcat_tool_call>",), ("</longcat_tool_call>",)),
         _make_tagged("minicpm5"),
         _make_tagged("atem"),

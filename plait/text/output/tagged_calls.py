@@ -304,6 +304,7 @@ SOLAR2 = TaggedCalls(
     "<|tool_call:end|>",
 )
 LONGCAT = TaggedCalls("", "<longcat_tool_call>", "", _make_keyed_tags("longcat_"), "</longcat_tool_call>")
+IQUEST = TaggedCalls("", "<iquest_tool_call>", "", GLM_TAGS, "</iquest_tool_call>")
 MINICPM5 = TaggedCalls("", '<function name="', '">', _make_quoted_tags("", "param"), "</function>")
 TAGGED: Mapping[str, TaggedCalls] = {
     "minimax_m2": MINIMAX,
@@ -313,6 +314,7 @@ TAGGED: Mapping[str, TaggedCalls] = {
     "hy3": _hunyuan(""),
     "solar_open2": SOLAR2,
     "longcat_tags": LONGCAT,
+    "iquest": IQUEST,
     "minicpm5": MINICPM5,
     "atem": _invokes("atem:", "<atem:function_calls>", "</atem:function_calls>"),
     "invoke": _invokes("", "<function_calls>", "</function_calls>"),

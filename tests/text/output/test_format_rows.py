@@ -64,6 +64,7 @@ def test_a_damaged_call_never_raises_and_gives_no_broken_arguments(name: str, st
         ("<|tool_call:start|>f", (), "solar_open2", None),
         ("<longcat_tool_call><longcat_arg_key></longcat_think>", (), "longcat_tags", "longcat"),
         ("<longcat_tool_call>{}", (), "longcat", None),
+        ("<iquest_tool_call>f<arg_key></think>", (), "iquest", "think"),
         ('<function name="f"><param name="a">', (), "minicpm5", None),
         ("<atem:function_calls>", (), "atem", None),
         ('<function_calls>\n<invoke name="f">', (), "invoke", None),

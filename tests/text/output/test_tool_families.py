@@ -167,7 +167,7 @@ FAMILIES: dict[str, list[Form]] = {
         MISTRAL,
         Form("{{ tools }}[TOOL_CALLS]f[ARGS]", "mistral_args", each("[TOOL_CALLS]{n}[ARGS]{a}")),
     ],
-    "Llama 4 (text, up to 8,192 tokens)": [Form(TURNS)],
+    "Llama 4 (text)": [Form(TURNS)],
     "Seed-OSS, CWM, InternLM 3 · AFM 4.5B · Helium": [
         Form(TURNS),
         named("{{ tools }}<seed:tool_call><function=f></function></seed:think>", "seed_oss", "seed"),
@@ -179,6 +179,16 @@ FAMILIES: dict[str, list[Form]] = {
     "Molmo 1, 2 (text)": [Form(TURNS)],
     "EXAONE 4": [Form("[|{{ m.role }}|]\n{{ m.content }}[|endofturn|]"), think(HERMES_FORM)],
     "K-EXAONE · Flint · Aria (text)": [think(HERMES_FORM), Form(TURNS)],
+    "IQuest Q1": [
+        think(
+            Form(
+                "{{ tools }}<|iquest_assistant|><iquest_tool_call>",
+                "iquest",
+                GLM47.replace("tool_call>", "iquest_tool_call>"),
+            )
+        )
+    ],
+    "Domyn Edge": [Form(TURNS)],
     "Nemotron 3, 4, Minitron · StableLM 2": [Form(TURNS)],
     "Mixtral": [PLAIN, MISTRAL],
     "Snowflake Arctic": [Form(TURNS)],
@@ -198,6 +208,7 @@ FAMILIES: dict[str, list[Form]] = {
     "Gemma 1, VaultGemma": [Form("<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>")],
     "Gemma 2, Gemma 3 (text)": [Form("<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>")],
     "Gemma 4 (text)": [named("{{ tools }}<|tool_call>call:f<|channel>thought<channel|>", "gemma4", "gemma4")],
+    "Rnj-1": [HERMES_FORM],
     "RecurrentGemma": [Form("<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>")],
     "DeepSeek-V2, V3, R1, Kimi-K2, text of K2.5": [
         Form("User: {{ m.content }}\n\nAssistant: "),
@@ -308,6 +319,7 @@ FAMILIES: dict[str, list[Form]] = {
     "InternLM 1, Aquila, Skywork, Yi, as first published": [Form(TURNS)],
     "MiMo 7B": [HERMES_FORM, think(HERMES_FORM)],
     "MiniCPM-V, MiniCPM-o (text)": [Form(TURNS)],
+    "XVERSE MoE": [Form("Human: {{ m.content }}\n\nAssistant: ")],
     "Orion · openPangu Embedded, XVERSE": [Form("Human: {{ m.content }}\n\nAssistant: ")],
     "ChatGLM 2, 3, GLM-4 9B of 2024 · Baichuan 1, 2": [
         Form("[Round 1]\n\n问：{{ m.content }}\n\n答："),

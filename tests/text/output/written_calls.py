@@ -157,6 +157,11 @@ WRITERS: dict[str, Writer] = {
         "<longcat_arg_key>{k}</longcat_arg_key>\n<longcat_arg_value>{v}</longcat_arg_value>\n",
         "</longcat_tool_call>",
     ),
+    "iquest": tags(
+        "<iquest_tool_call>{n}",
+        "<arg_key>{k}</arg_key><arg_value>{v}</arg_value>",
+        "</iquest_tool_call>",
+    ),
     "longcat": objects("<longcat_tool_call>", "</longcat_tool_call>"),
     "minicpm5": tags('<function name="{n}">\n', '<param name="{k}">{v}</param>\n', "</function>"),
     "atem": invokes("atem:", "<atem:function_calls>", "</atem:function_calls>"),
