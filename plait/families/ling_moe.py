@@ -15,7 +15,7 @@ from plait.families.moe_kin import build_shared_moe
 from plait.quant.weight import as_tensor
 from plait.spec.model import BranchSpec, ModelSpec, RouterSpec
 
-OCR_EYES = (r"^(model\.)?(sam_model|qwen2_model|projector|view_sep[ae]rator)\b",)
+OCR_EYES = (r"^(model\.)?(sam_model|qwen2_model|vision_model|projector|image_newline|view_sep[ae]rator)\b",)
 L, ATTN, FFN = "model.layers.{i}", "layers.{i}.attn", "layers.{i}.ffn"
 SMALLEST = 1e-7  # added to the length of a column
 SILU = {"norm_eps": 1e-6, "hidden_act": "silu", "first_k_dense_replace": 0, "num_shared_experts": 1}
@@ -36,7 +36,7 @@ def deepseek_moe(c: Config) -> tuple[ModelSpec, NameMap]:
 
 
 @family(
-    *("DeepseekOcr2ForConditionalGeneration", "DeepseekOCR2ForCausalLM"),
+    *("DeepseekOcr2ForConditionalGeneration", "DeepseekOCR2ForCausalLM", "DeepseekOCRForCausalLM"),
     model_types=("deepseek_ocr2_text", "deepseek_ocr2"),
     defaults={**SILU, "num_shared_experts": 2, "routed_scaling_factor": 1.0},
 )

@@ -114,7 +114,7 @@ def qwen2(c: Config) -> tuple[ModelSpec, NameMap]:
     hf=HfConfig(lists_layers=True),
 )
 @family(
-    "Qwen3ForCausalLM",
+    *("Qwen3ForCausalLM", "BagelForConditionalGeneration"),
     model_types=("qwen3",),
     defaults={**QWEN, "head_dim": 128},
     honours=("sliding_window",),

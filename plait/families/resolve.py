@@ -33,6 +33,7 @@ from plait.families.config.normalize import (
     normalize,
     reads_share,
 )
+from plait.families.config.wrappers import list_texts
 from plait.families.detect.detect import HEADS, Shapes, infer_config, layer_kinds
 from plait.families.gguf.config import gguf_config
 from plait.families.gguf.effects import check_routers, check_scaling, check_windows
@@ -244,8 +245,9 @@ def _build_once(
     c, told = _normalize_config(flat), dict(why)
     _let_tensors_win(c, told, shapes)
     built = _build_resolved(c, told)
-    if body := find_body(shapes):
-        built = replace(built, names=Inside(built.names, body))
+    body = find_body(shapes)
+    if body or list_texts(names_in(flat)):
+        built = replace(built, names=Inside(built.names, body or ""))
     return built, told
 
 

@@ -11,9 +11,13 @@ from plait.checkpoint.names import NameMap, Source
 # What the names of a text model begin with there; the first that a checkpoint has.
 BODIES = (
     *("model.language_model.", "language_model.", "model.text_model.", "text_model."),
-    *("thinker.model.language_model.", "thinker.model.", "llm."),
+    *("thinker.model.language_model.", "thinker.model.", "llm.", "language."),
+    "vlm.model.language_model.",
 )
-THINKER = "thinker."  # what writes text, next to what talks
+OUTER = ("thinker.", "vlm.")  # of what writes text, next to what talks or acts
+# Where a model that also sees has no body of its own for texts; all else is not of them.
+_TEXT_PARTS = r"model\.(?:layers|embed_tokens|norm|lm_head)\b"
+_DRAWN = r"_moe_gen\."  # in layers: what writes images (BAGEL)
 _HEADS = ("lm_head", "score", "classifier")  # next to the body, of the whole model
 _TOP = "model."  # where a text model alone has its layers
 # Layers as transformers saves them: its renames of eyes (Kimi K2.5, Qianfan-OCR) meet texts, too.
@@ -40,18 +44,20 @@ class _TextAlone:
         """Theirs, of a name as a text model alone has it."""
         ways = [f"{self._body}{name}", f"{self._body}{name.removeprefix(_TOP)}"]
         ways += [f"{self._body}{name}".replace(".layers.", other, 1) for other in _SAVED_AS]
-        if self._body.startswith(THINKER):
-            ways.append(f"{THINKER}{name}")  # its head
+        ways += [f"{outer}{name}" for outer in OUTER if self._body.startswith(outer)]  # its head
         return next((way for way in ways if way in self._present), name)
 
 
 class Inside(NameMap):
-    """A family's names below `body`. Tensors next to it may stay unused: they are of pictures and sound."""
+    """A family's names below `body`. Tensors next to it may stay unused: they are of pictures and sound.
+
+    body "": names of texts begin as usual.
+    """
 
     def __init__(self, names: NameMap, body: str) -> None:
         self.own, self._body = names, body
-        kept = "|".join((re.escape(body), *(rf"(?:{re.escape(THINKER)})?{head}\b" for head in _HEADS)))
-        others = rf"^(?!{kept})"
+        heads, outer = "|".join(_HEADS), "|".join(map(re.escape, OUTER))
+        others = rf"^(?!{re.escape(body) or _TEXT_PARTS}|(?:{outer})?(?:{heads})\b)|{_DRAWN}"
         self.beside, self.ignored = _add(others, names.beside), _add(others, names.ignored)
 
     def resolve(self, name: str, present: Container[str] | None = None) -> tuple[Source, dict[str, str]]:
@@ -112,4 +118,6 @@ def _part_of(name: str) -> str:
     """The part of a model that a tensor belongs to; of a layer, what has it."""
     if match := _IN_LAYER.search(name):
         return match[1]
-    return name.removeprefix(THINKER).removeprefix(_TOP).partition(".")[0]
+    for outer in OUTER:
+        name = name.removeprefix(outer)
+    return name.removeprefix(_TOP).partition(".")[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 ENCODER_DECODER = "it has an encoder next to its decoder, and Plait runs decoders alone"
@@ -14,6 +15,7 @@ DRAFTER = "it drafts for another model and reads that model's states, so it does
 # reason -> model types, and architectures of configs that have another model's type
 _REASONS: Mapping[str, tuple[str, ...]] = {
     ENCODER_DECODER: (
+        *("nemotron_parse", "NemotronParseForConditionalGeneration", "RadioMBartPrefixForCausalLM", "donut"),
         *("encoder-decoder", "fsmt", "led", "longt5", "m2m_100", "mt5", "nllb-moe", "pegasus_x"),
         *("pix2struct", "seamless_m4t", "switch_transformers", "t5", "t5gemma", "t5gemma2", "udop", "umt5"),
     ),
@@ -28,6 +30,8 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
     "it reads a token's shape and sound besides the token, and Plait reads tokens": ("roc_bert",),
     "each language has adapters of its own in every layer, which are not implemented": ("xmod",),
     AUDIO: (
+        *("FireRedASR2ForConditionalGeneration", "FireRedLIDForConditionalGeneration", "cohere_asr"),
+        *("FunASRForConditionalGeneration", "CohereAsrForConditionalGeneration"),
         *("bark", "csm", "dia", "moshi", "moss_transcribe_diarize", "musicgen", "musicgen_melody"),
         *("speech_to_text", "wav2vec2", "whisper"),
     ),
@@ -35,13 +39,13 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
         *("voxtral_realtime", "voxtral_realtime_text"),
     ),
     "tokens that it writes see all of a prompt but few of one another, so that logits depend on where a "
-    "prompt ends": ("unlimited_ocr", "unlimited_ocr_text"),
+    "prompt ends": ("unlimited_ocr", "unlimited_ocr_text", "unlimited-ocr", "UnlimitedOCRForCausalLM"),
     "it writes images, and Plait writes text": ("glm_image", "glm_image_text"),
     IMAGE: ("blip", "blip_text_model", "git"),
     DIFFUSION: ("diffusion_gemma", "dream", "llada", "llada2_moe", "rnd1", "sdar", "sdar_moe"),
     DRAFTER: (
         *("gemma4_assistant", "gemma4_unified_assistant"),
-        *("LlamaForCausalLMEagle", "LlamaForCausalLMEagle3", "EagleLlamaForCausalLM"),
+        *("iquest_q1_mtp", "LlamaForCausalLMEagle", "LlamaForCausalLMEagle3", "EagleLlamaForCausalLM"),
         *("Eagle3LlamaForCausalLM", "Eagle3DraftModel", "Eagle3Speculator", "MedusaModel"),
         *("DFlashDraftModel", "DFlash2DraftModel", "DSparkDraftModel", "DSparkSpeculator"),
         *("Qwen3DSparkModel", "Lfm2DSparkDraftModel", "LingDSparkModel", "Gemma4DSparkModel"),
@@ -58,10 +62,36 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
     "its attention has learned keys and values next to those of a text, which are not implemented": (
         "PanguProMoEV2ForCausalLM",
     ),
+    "its layers share banks of experts, which are not implemented": (
+        *("interns2_mobius", "interns2_mobius_text", "InternS2MobiusForConditionalGeneration"),
+    ),
+    "its rotations are sums of learned frequencies (FoPE), which are not implemented": (
+        *("interns1_pro", "interns1_pro_text", "InternS1ProForConditionalGeneration"),
+    ),
+    "its heads are differences in groups and its activation is a polynomial, which are not implemented": (
+        *("motif", "Motif", "MotifForCausalLM"),
+    ),
+    "its attention sees blocks at a stride, which is not implemented": ("phi3small", "Phi3SmallForCausalLM"),
+    "its heads scale queries and values by what a token is and where, which is not implemented": (
+        *("moondream3", "moondream3_text", "Moondream3ForCausalLM"),
+    ),
+    "its text model has a layout of its own, which is not read": ("moondream1", "HfMoondream"),
+    "its embeddings are sums over the last tokens (n-grams), which are not implemented for LongCat": (
+        *("longcat_flash_ngram", "LongcatFlashNgramForCausalLM"),
+    ),
+    "it reads texts in both directions, which is not implemented for Llama by this name": (
+        *("llama_bidirec", "LlamaBidirectionalForSequenceClassification", "LlamaBidirectionalModel"),
+        *("LlamaNemotronVLForSequenceClassification", "LlamaNemotronVLModel"),
+    ),
     "every token of a prompt sees all of it, later tokens too, which is not implemented for Gemma": (
         "paligemma",
     ),
 }
+# What engines call heads that draft: the name of their model with a word for the kind of head.
+_DRAFTERS = re.compile(
+    r"(MTP|MTPModel|NextN|Eagle3?|DSpark|DraftModel|DSparkModel|XPressModel|AssistantModel)$"
+    r"|^(P?[Ee]agle3?(?!2)|DFlash|DSpark)[A-Z]\w*For|^EagleDeepSeek"
+)
 REFUSED: Mapping[str, str] = {name: why for why, names in _REASONS.items() for name in names}
 
 
@@ -95,5 +125,5 @@ def why_no_decoder(config: Mapping[str, object]) -> str | None:
 
 def why_refused(name: str) -> str | None:
     """`name is not implemented: why`, of a model type that is known to be refused; None of any other."""
-    why = REFUSED.get(name)
+    why = REFUSED.get(name) or (DRAFTER if _DRAFTERS.search(name) else None)
     return f"a model of type {name!r} is not implemented: {why}" if why else None

@@ -17,6 +17,7 @@ from plait.families.common.detection import UNDETECTED, Detection
 from plait.families.common.hf_config import USUAL_HF, HfConfig
 from plait.families.common.refused import why_no_decoder, why_refused
 from plait.families.config.normalize import NOTHING, Config, flatten, normalize
+from plait.families.config.wrappers import list_texts
 from plait.spec.model import ModelSpec
 
 Build = Callable[[Config], tuple[ModelSpec, NameMap]]
@@ -129,7 +130,8 @@ def names_in(config: Mapping[str, Any]) -> list[str]:
         return ["MambaLMHeadModel"]
     inner = flatten(config)
     names = [*(config.get("architectures") or ()), config.get("model_type"), inner.get("model_type")]
-    return [name for name in names if name]
+    names = [name for name in names if name]
+    return [*names, *list_texts(names)]
 
 
 def build_spec(config: Mapping[str, object]) -> tuple[ModelSpec, NameMap]:

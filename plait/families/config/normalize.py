@@ -64,7 +64,7 @@ PATTERN_LETTERS = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}  # Nemotron-H
 # Phi 3 as first published; sections for images (the second Hunyuan's, next to its alpha); Sarvam.
 OLD_ROPE_KINDS = {"su": "longrope", "mrope": "default", "xdrope": "dynamic", "deepseek_yarn": "yarn"}
 # What writes in a model that also talks may see and hear, too: its text model comes behind it.
-NESTS = ("thinker_config", "text_config", "llm_config", "language_config")
+NESTS = ("thinker_config", "vlm_config", "text_config", "llm_config", "language_config")
 
 
 class IncompleteConfig(UnsupportedModel):

@@ -1,0 +1,79 @@
+"""Models that also see, by names of their own with a config of a text model: they are read as that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from plait.errors import UnsupportedModel
+from plait.families.common.refused import why_refused
+from plait.families.common.registry import families_by_name, find
+from plait.families.config.wrappers import WRAPPERS
+from tests.families import tiny
+from tests.families.parity import Memory, decoder, resolved, whole
+
+IDS = torch.arange(17) * 31 % 90
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_wrapper_is_read_as_its_text_model(name: str) -> None:
+    text = families_by_name()[WRAPPERS[name]].name
+    assert name not in families_by_name()
+    assert find({"architectures": [name]}).name == text
+    assert find({"model_type": name}).name == text
+
+
+def test_a_text_model_that_a_config_names_comes_before_that_of_its_wrapper() -> None:
+    named = {"architectures": ["PixtralForConditionalGeneration"], "text_config": {"model_type": "qwen3"}}
+    assert find(named).name == "qwen3"
+
+
+@pytest.mark.parametrize(
+    ("kind", "arch", "eye", "prefix"),
+    [
+        ("qwen2", "DotsOCRForCausalLM", "vision_tower.blocks.0.attn.qkv.weight", "model."),
+        ("qwen2", "LlavaQwenForCausalLM", "model.mm_projector.0.weight", "model."),
+        ("qwen3", "KeyeForConditionalGeneration", "mlp_AR.linear_1.weight", "model."),
+        ("qwen3", "IsaacForConditionalGeneration", "model.vision_embedding.1.weight", "model.text_model."),
+        ("qwen3", "BagelForConditionalGeneration", "vit_model.head.weight", "language_model.model."),
+        ("qwen3", "Alpamayo2Super", "vlm.model.visual.weight", "vlm.model.language_model."),
+        ("qwen3", "DeepseekVLV2ForCausalLM", "projector.layers.0.weight", "language.model."),
+    ],
+)
+def test_tensors_of_eyes_are_not_read(kind: str, arch: str, eye: str, prefix: str, tmp_path: Path) -> None:
+    tiny.write(kind, tmp_path)
+    config, stored, _ = tiny.read(tmp_path)
+    want = whole(decoder(resolved(Memory(stored), config), Memory(stored)), IDS)
+    outer = {"vlm.model.language_model.": "vlm.", "language.model.": "language."}.get(prefix, "")
+    theirs = {
+        name.replace("model.", prefix, 1) if name.startswith("model.") else f"{outer}{name}": tensor
+        for name, tensor in stored.items()
+    }
+    theirs[eye] = torch.ones(3)
+    if kind == "qwen3":
+        theirs[f"{prefix}layers.0.mlp_moe_gen.up_proj.weight"] = torch.ones(3)
+    wrapped = Memory(theirs)
+    found = resolved(wrapped, {**config, "architectures": [arch]})
+    assert torch.equal(whole(decoder(found, wrapped), IDS), want)
+    assert found.names.is_beside(eye)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "DeepSeekMTPModel",
+            "Glm4MoeForCausalLMNextN",
+            "EagleMiniCPMForCausalLM",
+            "DFlashLagunaForCausalLM",
+        ),
+        *("Eagle3Qwen3ForCausalLM", "PeagleLlamaForCausalLM", "IQuestQ1MTP", "LiLiCorrDraftModel"),
+    ],
+)
+def test_heads_that_draft_are_known_by_their_names(name: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"{name}' is not implemented: it drafts for another model"):
+        find({"architectures": [name], "model_type": "llama"})
+    assert not any(why_refused(built) for built in families_by_name())
+    assert why_refused("Eagle2_5_VLForConditionalGeneration") is None
