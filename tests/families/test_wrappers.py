@@ -39,6 +39,7 @@ def test_a_text_model_that_a_config_names_comes_before_that_of_its_wrapper() -> 
         ("qwen3", "IsaacForConditionalGeneration", "model.vision_embedding.1.weight", "model.text_model."),
         ("qwen3", "BagelForConditionalGeneration", "vit_model.head.weight", "language_model.model."),
         ("qwen3", "Alpamayo2Super", "vlm.model.visual.weight", "vlm.model.language_model."),
+        ("qwen3", "BailingMM2NativeForConditionalGeneration", "model.vision.patch.weight", "model.model."),
         ("qwen3", "DeepseekVLV2ForCausalLM", "projector.layers.0.weight", "language.model."),
     ],
 )
@@ -46,7 +47,11 @@ def test_tensors_of_eyes_are_not_read(kind: str, arch: str, eye: str, prefix: st
     tiny.write(kind, tmp_path)
     config, stored, _ = tiny.read(tmp_path)
     want = whole(decoder(resolved(Memory(stored), config), Memory(stored)), IDS)
-    outer = {"vlm.model.language_model.": "vlm.", "language.model.": "language."}.get(prefix, "")
+    outer = {
+        "vlm.model.language_model.": "vlm.",
+        "language.model.": "language.",
+        "model.model.": "model.",
+    }.get(prefix, "")
     theirs = {
         name.replace("model.", prefix, 1) if name.startswith("model.") else f"{outer}{name}": tensor
         for name, tensor in stored.items()

@@ -12,9 +12,9 @@ from plait.checkpoint.names import NameMap, Source
 BODIES = (
     *("model.language_model.", "language_model.", "model.text_model.", "text_model."),
     *("thinker.model.language_model.", "thinker.model.", "llm.", "language."),
-    "vlm.model.language_model.",
+    *("vlm.model.language_model.", "model.model."),
 )
-OUTER = ("thinker.", "vlm.")  # of what writes text, next to what talks or acts
+OUTER = ("thinker.", "vlm.", "model.")  # of what writes text, next to what talks or acts
 # Where a model that also sees has no body of its own for texts; all else is not of them.
 _TEXT_PARTS = r"model\.(?:layers|embed_tokens|norm|lm_head)\b"
 _DRAWN = r"_moe_gen\."  # in layers: what writes images (BAGEL)
