@@ -74,8 +74,12 @@ def iquest_q1(c: Config) -> tuple[ModelSpec, NameMap]:
 
 def _list_kinds(c: Config) -> list[str]:
     """What each layer attends to: some at both ends, and between them a block, repeated."""
-    count = c["num_hidden_layers"]
-    kinds = [*c[FIRST], *c[BLOCK] * c[BLOCKS], *c[LAST]] if c["use_hybrid_layers"] else [FULL] * count
+    count, repeats = c["num_hidden_layers"], c[BLOCKS] if c["use_hybrid_layers"] else 0
+    if not isinstance(repeats, int) or not 0 <= repeats <= count:
+        raise UnsupportedModel(
+            f"{BLOCKS} is {repeats!r:.40}; expected is a number of blocks in {count} layers"
+        )
+    kinds = [*c[FIRST], *c[BLOCK] * repeats, *c[LAST]] if c["use_hybrid_layers"] else [FULL] * count
     listed = c.get("layer_words") or kinds
     if len(kinds) != count or listed != kinds or {*kinds} - {FULL, SLIDING}:
         raise UnsupportedModel(
