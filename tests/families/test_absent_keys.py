@@ -96,6 +96,19 @@ def test_windows_and_heads_of_their_own_are_those_of_transformers(
     check(*changed(name, tmp_path, **values))
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"attention_chunk_size": None},
+        {"attention_chunk_size": 1},
+        {"attention_chunk_size": 5, "layer_types": ["full_attention", "chunked_attention"] * 2},
+    ],
+    ids=str,
+)
+def test_chunks_of_llama4_are_those_of_transformers(values: dict[str, Any], tmp_path: Path) -> None:
+    check(*changed("llama4", tmp_path, **values))
+
+
 @pytest.mark.parametrize("name", ["llama4", "nanochat"])
 def test_norms_behind_a_rotation_undo_what_yarn_multiplies_by(name: str, tmp_path: Path) -> None:
     check(*changed(name, tmp_path, rope_parameters=dict(tiny.YARN)))
