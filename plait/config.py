@@ -103,7 +103,7 @@ class EngineConfig:
     speculate: str = option(
         "off",
         "draft tokens and check several at once, same text: off, ngram (prompt lookup), mtp (the model's own"
-        " head), a head of EAGLE-3, DFlash or Gemma 4, or a model",
+        " head), a head of EAGLE-3, P-EAGLE, DFlash or Gemma 4, or a model",
     )
     num_draft_tokens: int = option(8, "the most draft tokens at a time", least=1)
     threads: int | None = option(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from plait.config import EngineConfig
 from plait.engine.memory_plan import gib
@@ -18,13 +18,29 @@ log = logging.getLogger("plait")
 SHARE = 4  # the state of drafts takes at most this part of what the state of sequences may
 
 
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What a place takes next to its state: bytes, and tokens of a draft behind what is known in a pass."""
+
+    nbytes: int = 0
+    num_masks: int = 0
+
+
+NOTHING = Beside()
+
+
 def plan_places(
-    states: Mapping[str, State], config: EngineConfig, dtype: str, free: int, longest: int, beside: int = 0
+    states: Mapping[str, State],
+    config: EngineConfig,
+    dtype: str,
+    free: int,
+    longest: int,
+    beside: Beside = NOTHING,
 ) -> DraftMemory:
     """A place for each running sequence, or for as many as fit. Raises OutOfMemory if not one does.
 
     `dtype`: what the drafting model computes in; `free`: bytes free on its device; `longest`: tokens of one
-    place; `beside`: bytes that a place takes in addition to the state.
+    place.
     """
     memory = DraftMemory(
         groups=block_groups(states),
@@ -33,9 +49,10 @@ def plan_places(
         num_places=config.max_num_seqs,
         max_len=longest,
         max_step_len=config.max_num_batched_tokens,
+        num_masks=beside.num_masks,
     )
     limit = (config.memory_limit or free) // SHARE
-    each = place_nbytes(memory, states, dtype) + beside
+    each = place_nbytes(memory, states, dtype) + beside.nbytes
     if each > limit:
         raise OutOfMemory(
             f"speculate: the state of one draft of {longest} tokens needs {gib(each)}, and there are "
@@ -57,12 +74,12 @@ def plan_head_places(
     free: int,
     longest: int,
     *,
-    beside: int,
+    beside: Beside,
     most: int | None = None,
 ) -> DraftMemory:
     """The same for a model's own head, which computes what was kept of a sequence before its first draft.
 
-    `beside`: bytes of the hidden states that are kept of one; `most`: places, at most.
+    `beside`: with the hidden states that are kept of one; `most`: places, at most.
     """
     memory = plan_places(states, config, dtype, free, longest, beside)
     places = memory.num_places if most is None else min(memory.num_places, most)

@@ -14,7 +14,7 @@ import torch
 from plait.checkpoint.weights import Target, Weights
 from plait.config import EngineConfig
 from plait.engine.device import choose_dtype, free_memory, out_of_memory
-from plait.engine.draft_places import block_nbytes, plan_head_places, plan_places
+from plait.engine.draft_places import Beside, block_nbytes, plan_head_places, plan_places
 from plait.engine.memory_plan import gib
 from plait.errors import ConfigError, PlaitError
 from plait.loading.draft_heads import make_head_target
@@ -33,7 +33,7 @@ from plait.loading.open_model import (
     stored_dtypes,
     weight_formats,
 )
-from plait.memory import PagedState
+from plait.memory import PagedState, has_slots
 from plait.model.assistant import AssistantHead
 from plait.model.decoder import Decoder
 from plait.model.dflash import DFlashHead
@@ -84,13 +84,16 @@ def load_draft(
     decoder, own = load_draft_decoder(opened, config, target, report, longest)
     if not any(isinstance(state, PagedState) for state in decoder.states.values()):
         longest = max_model_len  # recurrent state has no longest sequence
-    memory = plan_places(decoder.states, config, name_of(own.dtype), free_memory(own.device), longest)
+    most = min(config.num_draft_tokens, MOST_DRAFTED)
+    masks = None if has_slots(decoder.states) else find_masks(opened, most)
+    beside = Beside(block_nbytes(most, spec.vocab_size)) if masks else Beside()
+    free = free_memory(own.device)
+    memory = plan_places(decoder.states, config, name_of(own.dtype), free, longest, beside)
     with out_of_memory(f"allocating memory for drafts of {memory.num_places} sequences"):
         store = StateStore(
             decoder.states, memory.num_blocks, memory.num_slots, memory.block_size, own.device, own.dtype
         )
     sampler = make_sampler(own, spec.vocab_size, banned_ids(opened, tokenizer))
-    masks = None if memory.has_slots else find_masks(opened, min(config.num_draft_tokens, MOST_DRAFTED))
     behind = masks.most - 1 if masks else 0
     capacity = Capacity.of(memory.max_step_len, memory.num_places, longest, memory.block_size, behind)
     steps = target.graphs or own.executor
@@ -181,6 +184,7 @@ def open_draft(config: EngineConfig, spec: ModelSpec, tokenizer: Tokenizer | Non
             f"speculate: {name} has {draft.vocab_size} tokens and the model {spec.vocab_size}: a draft model "
             "must have the same vocabulary; take a smaller model of the same family, or --speculate ngram"
         )
+    find_masks(opened, MOST_DRAFTED)  # a wrong one is reported before weights are read
     if difference := _difference(opened.tokenizer(), tokenizer):
         raise ConfigError(
             f"speculate: {name} has another vocabulary of the same size: {difference}; take a smaller model "
@@ -253,13 +257,14 @@ def make_drafter(
 ) -> MtpDrafter:
     """Memory and passes for a head that was loaded for `target`. Raises OutOfMemory."""
     beside = MOST_KEPT * head.width * target.dtype.itemsize
-    most = min(config.num_draft_tokens, MOST_DRAFTED)
+    most, num_masks = min(config.num_draft_tokens, MOST_DRAFTED), 0
     if isinstance(head, DFlashHead):  # logits of a block
         beside += block_nbytes(min(most, head.spec.most), head.spec.vocab_size)
     elif isinstance(head, EagleHead) and head.mask is not None:
-        beside += block_nbytes(most, head.spec.vocab_size)
+        beside, num_masks = beside + block_nbytes(most, head.spec.vocab_size), most - 1
     free, dtype = free_memory(target.device), name_of(target.dtype)
-    memory = plan_head_places(head.states, config, dtype, free, max_model_len, beside=beside)
+    parts = head.states, config, dtype, free, max_model_len
+    memory = plan_head_places(*parts, beside=Beside(beside, num_masks))
     capacity = Capacity.of(memory.max_step_len, memory.num_places, max_model_len, memory.block_size)
     threads, where = None if target.graphs else target.executor, (target.device, target.dtype)
     with out_of_memory(f"allocating memory for drafts of {memory.num_places} sequences"):

@@ -19,13 +19,12 @@ from plait.frontend.frontend import Front, Language, Parsers
 from plait.loading.text_side import TextSource
 from plait.request import JsonStyle
 from plait.runner.host.assistant import AssistantDrafter, HeadDrafter
-from plait.runner.host.mtp import MtpDrafter
 from plait.runner.host.sampler import HostSampler
 from plait.runner.host.turns import TableMaker, add_turns
 from plait.schedule.drafts.governor import DraftGovernor
 from plait.schedule.drafts.turns import MOST_DRAFTED, MOST_TURNS
 from plait.schedule.plan import MOST_STEPS
-from plait.schedule.speculate import Proposer, Speculation
+from plait.schedule.speculate import ModelProposer, Proposer, Speculation
 from plait.spec.model import ModelSpec
 from plait.text.grammar.compiler import GrammarCompiler, check_memory
 
@@ -70,8 +69,10 @@ def make_engine(
     scheduler.memory.keeps_rows, scheduler.memory.ends_steps = runner.keeps_rows, runner.ends_steps
     speculation = None
     if proposer is not None:
-        most, is_even = config.num_draft_tokens, isinstance(proposer, HeadDrafter)
-        lengths = list_lengths(proposer, most) if isinstance(proposer, HeadDrafter) else [most]
+        most, is_head = config.num_draft_tokens, isinstance(proposer, HeadDrafter)
+        # The length is tried, not reckoned, where it costs next to nothing, or all sequences are alike.
+        even = proposer if isinstance(proposer, ModelProposer) and (is_head or proposer.at_once) else None
+        lengths = list_lengths(even, most) if even else [most]
         speculation = Speculation(
             proposer,
             scheduler.costs,
@@ -80,7 +81,7 @@ def make_engine(
             # On a CPU what the thread worked, not what other programs took. (Windows counts 16 ms at a time.)
             spent=time.thread_time if is_host and sys.platform != "win32" else time.perf_counter,
             governor=DraftGovernor(lengths),
-            is_even=is_even,
+            is_even=even is not None,
             keeps_replies=config.prefix_cache,
         )
     longest = sizing.max_model_len
@@ -91,10 +92,10 @@ def make_engine(
     return engine
 
 
-def list_lengths(drafter: HeadDrafter, most: int) -> list[int]:
+def list_lengths(drafter: ModelProposer, most: int) -> list[int]:
     """The lengths of drafts that are tried, in this order; most: that were requested."""
     longest = min(most, drafter.most, MOST_DRAFTED)
-    least = SHORT if isinstance(drafter, MtpDrafter) and drafter.passes.at_once else 1
+    least = SHORT if drafter.at_once else 1
     return [*(n for n in HEAD_LENGTHS if least <= n < longest), longest]
 
 

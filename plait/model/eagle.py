@@ -5,13 +5,13 @@ Of each token the states of three layers become one, g = fc([low; middle; high])
 layer reads [norm(e); norm(g)] and adds to g; e is the embedding of the next token. What comes out is read by
 an output head of fewer tokens, and takes the place of g for the next draft token.
 
-P-EAGLE (AWS 2026, "P-EAGLE: Parallel-Drafting EAGLE with Scalable Training", arXiv 2602.01469) makes all of a
-draft in one pass: the places behind the last token have the embedding of a mask and a learned g.
+P-EAGLE (Hui et al. 2026, "P-EAGLE: Parallel-Drafting EAGLE with Scalable Training", arXiv 2602.01469) makes
+all of a draft in one pass: the places behind the last token have the embedding of a mask and a learned g.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 
@@ -55,7 +55,10 @@ class StateReader:
 
     def __call__(self, states: Mapping[int, Tensor]) -> Tensor:
         """states: [T, model's hidden] before each of `layers` -> [T, head's hidden]."""
-        parts = [states[layer] for layer in self.layers]
+        return self.join([states[layer] for layer in self.layers])
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """parts: [T, model's hidden] for each of `layers`, in order -> [T, head's hidden]."""
         if self._norms and not self._norms_all:
             parts = [norm(part) for norm, part in zip(self._norms, parts, strict=True)]
         x = reduce(self._join, parts)
@@ -175,7 +178,7 @@ class EagleHead(ChainHead):
         """
         if self._masked is not None:
             parts = self._masked[None].split(self.spec.model_size, -1)
-            self.mask = reader(dict(zip(reader.layers, parts, strict=True))) if reader else parts[0]
+            self.mask = reader.join(parts) if reader else parts[0]
 
     def compute(self, batch: Batch, store: StateStore, before: Tensor) -> Tensor:
         """See `ChainHead`. The state to go on from is not normed, but where the head was trained so."""

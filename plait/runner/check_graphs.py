@@ -95,9 +95,10 @@ class CheckGraphs:
             self._largest = self.graphs[key]
 
     def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Checked | None:
-        """Launch a plan that checks drafts; None for any other plan, and where it cannot be captured."""
+        """Launch a plan that checks drafts, or draws one behind masks; None for any other plan, and where it
+        cannot be captured."""
         rows = sampling.rows
-        if not any(row.draft for row in rows) or any(row.num_samples != row.num_logits for row in rows):
+        if all(row.num_samples < 2 for row in rows) or any(row.num_samples != row.num_logits for row in rows):
             return None
         size = self._batch.size_of(plan)
         if size is None or size in self.refused or not self._tables.fill(sampling):

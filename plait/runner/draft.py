@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from plait.runner.host.draft_memory import DraftMemory, without_logprobs
 from plait.runner.runner import ModelRunner
-from plait.schedule.drafts.turns import DraftRequest
+from plait.schedule.drafts.turns import MOST_DRAFTED, DraftRequest
 from plait.schedule.plan import (
     Chunk,
     CopySlot,
@@ -100,6 +100,7 @@ class DraftModel:
     def __init__(self, runner: ModelRunner, memory: DraftMemory, masks: Masks | None = None) -> None:
         assert masks is None or not memory.has_slots
         self.runner, self.memory, self.masks = runner, memory, masks
+        self.at_once, self.most = masks is not None, masks.most if masks else MOST_DRAFTED
         self._free = [_Place(i, *memory.slots(i)) for i in reversed(range(memory.num_places))]
         self._places: OrderedDict[int, _Place] = OrderedDict()  # by sequence id, least recently used first
         self._step = 0
@@ -151,18 +152,23 @@ class DraftModel:
         return [(one, self._places[i]) for i, one in fitting.items() if i in self._places]
 
     def _catch_up(self, jobs: Sequence[_Job]) -> None:
-        """Compute, in one pass, tokens that the sequences have and the state has not, the fewest first."""
-        left, work = self.memory.max_step_len, []
+        """Compute, in one pass, tokens that the sequences have and the state has not, the fewest first.
+
+        Masks take what is left of the pass, each sequence the same share of it.
+        """
+        left, missing = self.memory.max_step_len, list[tuple[_Job, tuple[int, ...]]]()
         for job in sorted(jobs, key=lambda job: len(job.request.token_ids) - job.place.done):
-            start = job.place.done
-            tokens = tuple(job.request.token_ids[start : start + left])
+            tokens = tuple(job.request.token_ids[job.place.done : job.place.done + left])
             left -= len(tokens)
-            if tokens and self.masks and start + len(tokens) == job.end:
-                job.limit = min(job.limit, left + 1, self.masks.most)
-                left -= job.limit - 1
-                tokens += (self.masks.token,) * (job.limit - 1)
             if tokens:
-                work.append((job, self._chunk(job, start, tokens)))
+                missing.append((job, tokens))
+        drawing = [job for job, tokens in missing if job.place.done + len(tokens) == job.end]
+        work = []
+        for job, tokens in missing:
+            if self.masks and job in drawing:
+                job.limit = min(job.limit, 1 + left // len(drawing), self.masks.most)
+                tokens += (self.masks.token,) * (job.limit - 1)
+            work.append((job, self._chunk(job, job.place.done, tokens)))
         self._run(work)
         for job, chunk in work:
             known = job.request.token_ids[: chunk.end]  # behind them are masks

@@ -44,6 +44,14 @@ class Proposer(Protocol):
 
 
 @runtime_checkable
+class ModelProposer(Proposer, Protocol):
+    """One that computes. `most`: tokens of a draft; `at_once`: whether it makes all of one in one pass."""
+
+    at_once: bool
+    most: int
+
+
+@runtime_checkable
 class MatchingProposer(Proposer, Protocol):
     """One that drafts from text that there was, and knows how much of it was the same so far."""
 

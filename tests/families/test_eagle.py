@@ -155,6 +155,20 @@ def test_a_mask_stands_for_what_the_model_made(made: Made) -> None:
     assert torch.equal(logits[-4:].argmax(-1), oracle.draft(ids[1:], g, 4))
 
 
+def test_a_layer_that_is_read_twice_has_two_masks(tmp_path: Path) -> None:
+    oracle = EagleOracle("parallel", tmp_path)
+    spec, weights = describe(oracle, eagle_aux_hidden_state_layer_ids=[2, 4, 2])
+    config, tensors, _ = tiny.read(oracle.trunk_folder)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    model = resolve(config, shapes, read=tensors.__getitem__)
+    reader = StateReader(spec, weights, model.spec)
+    head = EagleHead(spec, weights, None, model.spec, Weights(Memory(tensors), model.names, weights.target))
+    head.make_mask(reader)
+    parts = oracle.masked[0].chunk(3, -1)
+    assert head.mask is not None
+    assert worst(head.mask, oracle._read(parts)) <= TOLERANCE
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

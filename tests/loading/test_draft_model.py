@@ -15,8 +15,10 @@ from plait import LLM
 from plait.config import EngineConfig
 from plait.engine.draft_places import place_nbytes
 from plait.errors import BadFile, ConfigError, OutOfMemory
+from plait.loading import build
 from plait.loading.build import Loaded, draft_headers, load
 from plait.loading.draft_model import load_draft, open_draft
+from plait.loading.make_engine import list_lengths
 from plait.request import SamplingParams
 from plait.runner.draft import DraftModel, Masks
 from plait.schedule.drafts.turns import MOST_DRAFTED, DraftRequest
@@ -201,10 +203,16 @@ def test_a_model_of_pard_drafts_in_one_pass(masked: Path) -> None:
     assert drafts.proposer.masks == Masks(7, MOST_DRAFTED)
     assert drafts.num_drafted > 0
     assert drafts.error is None
+    assert drafts.is_even, "its length costs next to nothing, so it is tried"
+    assert drafts.governor is not None
+    assert drafts.governor.choose(1) in list_lengths(drafts.proposer, 40) == [3, 4, 6, 8, 12, 16]
 
 
-def test_a_mask_that_is_no_token_is_refused(masked: Path, tmp_path: Path) -> None:
+def test_a_mask_that_is_no_token_is_refused(
+    masked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copytree(masked, folder := tmp_path / "other")
     change_config(folder, pard_token=97)
+    monkeypatch.setattr(build, "load_decoder", lambda *_: pytest.fail("weights take minutes"))
     with pytest.raises(ConfigError, match="speculate: pard_token is '97', not a token from 0 to 96"):
         load(str(masked), EngineConfig(speculate=str(folder), **SIZES))

@@ -15,7 +15,7 @@ from plait.model.decoder import Decoder
 from plait.ops.chip import Chip
 from plait.request import SamplingParams
 from plait.runner.device_graphs import DeviceReplay
-from plait.runner.draft import DraftModel
+from plait.runner.draft import DraftModel, Masks
 from plait.runner.graph_backends import TorchGraphs
 from plait.runner.host.draft_memory import DraftMemory
 from plait.runner.host.static_batch import Capacity
@@ -30,7 +30,9 @@ GREEDY, SAMPLED = SamplingParams(temperature=0.0), SamplingParams(temperature=1.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")]
 
 
-def drafting(decoder: Decoder, chip: Chip | None, has_graphs: bool, places: int = 2) -> DraftModel:
+def drafting(
+    decoder: Decoder, chip: Chip | None, has_graphs: bool, places: int = 2, masks: Masks | None = None
+) -> DraftModel:
     """A draft model with memory of its own, as `load_draft` makes it."""
     memory = DraftMemory(
         groups=block_groups(decoder.states),
@@ -45,9 +47,9 @@ def drafting(decoder: Decoder, chip: Chip | None, has_graphs: bool, places: int 
         tensor.fill_(float("nan"))
         tensor[0] = 0  # where padding is
     sampler, graphs = Sampler(decoder.spec.vocab_size, chip=chip), TorchGraphs(chip) if has_graphs else None
-    capacity = Capacity.of(memory.max_step_len, places, LONGEST, BLOCK)
+    capacity = Capacity.of(memory.max_step_len, places, LONGEST, BLOCK, masks.most - 1 if masks else 0)
     runner = ModelRunner(decoder, store, sampler, CPU, executor=graphs, capacity=capacity if graphs else None)
-    return DraftModel(runner, memory)
+    return DraftModel(runner, memory, masks)
 
 
 def propose_all(
@@ -82,6 +84,23 @@ def check_drafts(decoder: Decoder, chip: Chip | None) -> None:
 
 def test_drafts_of_captured_steps_are_those_of_steps_op_by_op(tmp_path: Path) -> None:
     check_drafts(gpu_decoder("llama", tmp_path / "llama of one layer", **ONE), CHIP)
+
+
+def test_masks_are_drawn_in_captured_steps(tmp_path: Path) -> None:
+    decoder, masks = gpu_decoder("llama", tmp_path / "llama of one layer", **ONE), Masks(5, 4)
+    graphs, eager = (drafting(decoder, CHIP, has, masks=masks) for has in (True, False))
+    texts = [[3, 5, 7], [11, 4]]
+    for _ in range(3):
+        asked = [(n, text, 3) for n, text in enumerate(texts)]
+        found = propose_all(graphs, asked)
+        assert found == propose_all(eager, asked)
+        assert [len(draft) for draft in found.values()] == [3, 3]
+        texts = [[*text, *found[n][:1], 6] for n, text in enumerate(texts)]
+    replay = graphs.runner.replay
+    assert isinstance(replay, DeviceReplay)
+    assert replay.checks is not None
+    assert replay.checks.graphs
+    assert not replay.checks.refused
 
 
 def test_so_are_those_of_recurrent_models(tmp_path: Path) -> None:

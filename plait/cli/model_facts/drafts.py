@@ -73,14 +73,16 @@ def head_facts(draft: Opened, spec: DraftHeadSpec, opened: Opened, chip: Chip | 
     from plait.model.assistant import AssistantHead
     from plait.runner.host.assistant import MOST_SEEN
     from plait.runner.host.mtp import MOST_KEPT
+    from plait.schedule.drafts.turns import MOST_DRAFTED
     from plait.spec.attention import SharedKeysSpec
-    from plait.spec.draft_heads import AssistantSpec, DFlashSpec, ReadingSpec
+    from plait.spec.draft_heads import AssistantSpec, DFlashSpec, EagleSpec, ReadingSpec
 
     target = outline_target(opened, spec, chip)
     head, _ = outline_head(draft, spec, opened, target)
     bound = head.spec if isinstance(head, AssistantHead) else spec
     most = MOST_SEEN if isinstance(head, AssistantHead) else MOST_KEPT
     size = len(opened.resolved.spec.layers)
+    is_masked = isinstance(spec, EagleSpec) and spec.mask_token is not None
     return {
         "kind": draft.resolved.family,
         "title": spec.title,
@@ -89,6 +91,7 @@ def head_facts(draft: Opened, spec: DraftHeadSpec, opened: Opened, chip: Chip | 
         "vocab_size": spec.vocab_size,
         "taps": list(spec.list_taps(size)) if isinstance(spec, ReadingSpec) else [],
         **(block_facts(spec, opened.config) if isinstance(spec, DFlashSpec) else {}),
+        **(mask_facts(spec, MOST_DRAFTED, opened.config) if is_masked else {}),
         **({"clusters": asdict(spec.clusters)} if isinstance(spec, AssistantSpec) and spec.clusters else {}),
         "keys_of": sorted({mixer.source for mixer in bound.mixers_of(SharedKeysSpec)}),
         "memory": place_facts(head.states, target, opened.config, context, most * head.width),
@@ -96,38 +99,46 @@ def head_facts(draft: Opened, spec: DraftHeadSpec, opened: Opened, chip: Chip | 
 
 
 def block_facts(spec: DFlashSpec, config: EngineConfig) -> Facts:
-    """What blocks of a head are. `block`: draft tokens at once, at most; `block_nbytes`: their logits."""
-    from plait.engine.draft_places import block_nbytes
-    from plait.schedule.drafts.turns import MOST_DRAFTED
-
-    most = min(spec.most, config.num_draft_tokens, MOST_DRAFTED)
+    """What blocks of a head are: `mask_facts`, and what its tokens depend on."""
     return {
-        "block": most,
-        "block_nbytes": block_nbytes(most, spec.vocab_size),
+        **mask_facts(spec, spec.most, config),
         "markov_rank": spec.markov_rank,
         "conv": asdict(spec.conv) if spec.conv else None,
         "selector": asdict(spec.selector) if spec.selector else None,
     }
 
 
+def mask_facts(spec: ModelSpec, most: int, config: EngineConfig) -> Facts:
+    """`block`: draft tokens that one pass makes, at most; `block_nbytes`: their logits."""
+    from plait.engine.draft_places import block_nbytes
+    from plait.schedule.drafts.turns import MOST_DRAFTED
+
+    most = min(most, config.num_draft_tokens, MOST_DRAFTED)
+    return {"block": most, "block_nbytes": block_nbytes(most, spec.vocab_size)}
+
+
 def model_facts(draft: Opened, chip: Chip | None, context: int) -> Facts:
     """A draft model: it reads tokens alone."""
+    from plait.loading.draft_model import find_masks
     from plait.loading.meta.meta_model import model_states
-    from plait.memory import PagedState
+    from plait.memory import PagedState, has_slots
+    from plait.schedule.drafts.turns import MOST_DRAFTED
 
     spec, target = draft.resolved.spec, outline_target(draft, draft.resolved.spec, chip)
     rounding = "float32" if draft.config.state_dtype == "int8" else draft.config.state_dtype
     states = model_states(draft.resolved, draft.checkpoint, target.kv_dtype, rounding)
     if any(isinstance(state, PagedState) for state in states.values()):
         context = min(context, spec.max_len)
+    masks = None if has_slots(states) else find_masks(draft, MOST_DRAFTED)
     return {
         "kind": draft.resolved.family,
-        "title": "a draft model",
+        "title": "a draft model of PARD" if masks else "a draft model",
         "layers": layer_facts(spec),
         "drafted": spec.vocab_size,
         "vocab_size": spec.vocab_size,
         "taps": None,
         "keys_of": [],
+        **(mask_facts(spec, masks.most, draft.config) if masks else {}),
         "memory": place_facts(states, target, draft.config, context),
     }
 
@@ -199,9 +210,9 @@ def block_text(facts: Facts) -> str:
     if "block" not in facts:
         return ""
     text = f", drafts up to {facts['block']} at once"
-    if facts["markov_rank"]:
+    if facts.get("markov_rank"):
         text += f", each with a bias of rank {facts['markov_rank']} by the one before"
-    if facts["selector"]:
+    if facts.get("selector"):
         text += f", chosen among {facts['selector']['top']} by the one before"
     return text
 

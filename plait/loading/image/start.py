@@ -14,7 +14,7 @@ from msgspec import Struct
 from plait.checkpoint.find_files import find_model
 from plait.config import EngineConfig
 from plait.engine.core import Engine
-from plait.engine.draft_places import block_nbytes, plan_head_places
+from plait.engine.draft_places import Beside, block_nbytes, plan_head_places
 from plait.engine.fingerprint import Fingerprint
 from plait.engine.grammar_guide import Guides
 from plait.engine.host_memory import describe_memory, free_host_memory, size_on_host
@@ -228,9 +228,12 @@ def _plan_head(image: Image, config: EngineConfig, sizing: Sizing) -> DraftMemor
     if head.blocks:
         passes, form = head.blocks
         beside += block_nbytes(form.most, passes.logits.shape[1])
+    if head.masks:
+        beside += block_nbytes(head.masks.most, head.program.logits.shape[1])
+    num_masks = head.masks.most - 1 if head.masks else 0
     most = Capacity(*head.program.capacity).seqs
     parts = head.states, config, model.dtype, free, longest
-    return plan_head_places(*parts, beside=beside, most=most)
+    return plan_head_places(*parts, beside=Beside(beside, num_masks), most=most)
 
 
 def _make_drafter(restored: RestoredStep, sampler: HostSampler, places: DraftMemory) -> MtpDrafter:

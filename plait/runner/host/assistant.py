@@ -47,6 +47,8 @@ class AssistantDrafter:
     and `min_tokens` are left out of the draws, as with a draft model.
     """
 
+    at_once = False
+
     def __init__(self, num_places: int, make: Callable[[object], tuple[HeadPasses, KeptRows]]) -> None:
         self._make = make
         self._made: tuple[HeadPasses, KeptRows] | None = None

@@ -15,7 +15,8 @@ class DraftMemory:
     """Blocks and slots of a draft model: `num_places` places of `max_len` tokens, one for each sequence.
 
     A windowed group's blocks are used in turns, enough of them for the window and a step of `max_step_len`
-    tokens. A place has two slots: one moves on, the other keeps the state before the draft.
+    tokens, with `num_masks` behind these. A place has two slots: one moves on, the other keeps the state
+    before the draft.
     """
 
     groups: tuple[BlockGroup, ...]
@@ -24,6 +25,7 @@ class DraftMemory:
     num_places: int
     max_len: int
     max_step_len: int
+    num_masks: int = 0
 
     @property
     def num_blocks(self) -> Mapping[str, int]:
@@ -39,7 +41,7 @@ class DraftMemory:
         longest = -(-self.max_len // self.block_size)
         if group.window is None:
             return longest
-        return min(longest, -(-(group.window + self.max_step_len) // self.block_size) + 1)
+        return min(longest, -(-(group.window + self.max_step_len + self.num_masks) // self.block_size) + 1)
 
     def slots(self, place: int) -> tuple[int, int]:
         """Both slots of a place; zeros if the model has no recurrent state."""

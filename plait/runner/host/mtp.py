@@ -140,6 +140,11 @@ class MtpDrafter:
         """Tokens of a draft, at most."""
         return self.passes.most
 
+    @property
+    def at_once(self) -> bool:
+        """Whether one pass makes all of a draft."""
+        return self.passes.at_once
+
     def place_of(self, seq_id: int) -> HeadPlace | None:
         """Where the state of a sequence is, if it has a place."""
         return self._places.get(seq_id)

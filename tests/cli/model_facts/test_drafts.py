@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,13 @@ SIZES = ("--device", "cpu", "--threads", "1", "--max-model-len", "64", "--max-nu
 def eagle(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     folder = tmp_path_factory.mktemp("eagle")
     oracle = EagleOracle("first", folder)
+    return str(oracle.trunk_folder), str(oracle.write(folder / "head"))
+
+
+@pytest.fixture(scope="module")
+def parallel(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    folder = tmp_path_factory.mktemp("parallel")
+    oracle = EagleOracle("parallel", folder)
     return str(oracle.trunk_folder), str(oracle.write(folder / "head"))
 
 
@@ -120,6 +128,23 @@ def test_a_head_of_blocks_says_how_many_it_drafts_at_once(plait: Run, dflash: Pa
     assert f"drafts up to {facts['drafts']['block']} at once; reads the model's states before layers " in text
     assert facts["draft_ops"]["recorded"]
     assert facts["draft_ops"]["passes"].endswith("launches, two calls")
+
+
+def test_a_head_with_masks_says_how_many_it_drafts_at_once(plait: Run, parallel: Pair) -> None:
+    facts, text = show(plait, parallel, "--ops")
+    assert facts["drafts"]["title"] == "a head of P-EAGLE"
+    assert (facts["drafts"]["block"], facts["drafts"]["block_nbytes"]) == (8, 8 * 97 * 4)
+    assert "drafts up to 8 at once; reads the model's states before layers 2, 3, 4" in text
+    assert facts["draft_ops"]["passes"].endswith("launches, one call")
+
+
+def test_a_draft_model_of_pard_does_so_too(plait: Run, eagle: Pair, tmp_path: Path) -> None:
+    shutil.copytree(eagle[0], folder := tmp_path / "pard")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"pard_token": 5}))
+    facts, text = show(plait, (eagle[0], str(folder)))
+    assert facts["drafts"]["title"] == "a draft model of PARD"
+    assert "drafts up to 8 at once" in text
 
 
 def test_an_assistant_names_the_layers_of_which_it_reads_keys(plait: Run, assistant: Pair) -> None:

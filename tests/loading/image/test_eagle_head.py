@@ -46,8 +46,9 @@ def test_an_image_has_the_bits_of_the_head_that_was_kept(
     oracle = kind(name, tmp_path / "oracle")
     head, model = oracle.write(tmp_path / "head"), str(oracle.trunk_folder)
     (tmp_path / "kernels").symlink_to(kernel_folder)
-    config = EngineConfig(speculate=str(head), cache_dir=str(tmp_path), **SIZES)
-    with loaded(model, **SIZES, speculate=str(head), cache_dir=str(tmp_path)) as first:
+    options = SIZES | ({"memory_limit": 695_000} if name == "parallel" else {})
+    config = EngineConfig(speculate=str(head), cache_dir=str(tmp_path), **options)
+    with loaded(model, **options, speculate=str(head), cache_dir=str(tmp_path)) as first:
         assert "written to" in write.keep_image(first, 1 << 40)
         assert len(list((tmp_path / "packed").iterdir())) == 2, "of the model, and of the head"
         made = start_image(model, config)
@@ -57,6 +58,8 @@ def test_an_image_has_the_bits_of_the_head_that_was_kept(
             second = made.engine.speculation.proposer
             assert first.drafter is not None
             compare_heads(first.drafter, second)
+            assert second.memory == first.drafter.memory
+            assert (second.memory.num_places < 3) == (name == "parallel"), "logits of masks take one"
             assert isinstance(second, MtpDrafter)
             whole = compare_shown(oracle, made.runner, second)
             assert whole.shape[1] == second.passes.before.shape[1]  # type: ignore[attr-defined]
