@@ -81,6 +81,7 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Alice AI", "Kimi delta attention, gated GQA, MoE, attention residuals", ("alice_ai",)),
     ("GigaChat 3.5", "gated DeltaNet, gated MLA, MoE, norms with gates", ("gigachat3_5",)),
     ("LongCat-Flash", "MLA, MLP, MoE with identities", ("longcat_flash",)),
+    ("K2 Horizon, K2-V2 (xLLM)", "gated GQA with a mixture of values, MoE · GQA, MLP", ("k2_horizon",)),
     ("GLM-4.7-Flash · Youtu-LLM", "MLA, MoE · MLP", ("glm4_moe_lite", "youtu")),
     ("A.X K1", "MLA, MoE", ("axk1",)),
     ("A.X K2", "gated MLA with an indexer, MoE", ("axk2",)),

@@ -42,6 +42,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: F.relu(x).square(),
     "sigmoid": torch.sigmoid,
 }
+CURVES = {**ACTIVATIONS, "softplus": F.softplus}
 PAIRS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "swiglu_oai": _swiglu_oai,
     "swiglu_7": lambda gate, up: _swiglu_within(gate, up, 7.0),
@@ -85,9 +86,9 @@ def activate(x: Tensor, kind: str, gated: bool) -> Tensor:
     dtype. Rows may lie apart in memory.
     """
     if not gated:
-        return ACTIVATIONS[kind](x)
+        return CURVES[kind](x)
     gate, up = x.chunk(2, -1)
-    return PAIRS[kind](gate, up) if kind in PAIRS else ACTIVATIONS[kind](gate) * up
+    return PAIRS[kind](gate, up) if kind in PAIRS else CURVES[kind](gate) * up
 
 
 @activate.inputs

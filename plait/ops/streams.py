@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plait.ops.activation import ACTIVATIONS, activate, combine, gate, rescale
+from plait.ops.activation import CURVES, activate, combine, gate, rescale
 from plait.ops.case import Case
 from plait.ops.norm import rms_norm
 from plait.ops.registry import Arguments, TensorFn, op
@@ -245,13 +245,14 @@ def _sources_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
 GATED: list[Case] = [
     dict(tokens=1, size=64, kind="sigmoid", scale=0.25, out=2),
     dict(tokens=9, size=100, kind="silu", scale=0.5, out=1),
+    dict(tokens=5, size=40, kind="softplus", scale=0.7, out=2),
 ]
 
 
 @op(cases=GATED)
 def activate_scaled(x: Tensor, scale: float, kind: str, magnitude: float) -> Tensor:
-    """magnitude · activation(scale · x). x: [T, n], rows may lie apart -> [T, n]."""
-    return ACTIVATIONS[kind](x * scale) * magnitude
+    """magnitude · activation(scale · x), a name of CURVES. x: [T, n], rows may lie apart -> [T, n]."""
+    return CURVES[kind](x * scale) * magnitude
 
 
 @activate_scaled.replaces(rescale, activate, is_default=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from plait.spec.model import AttentionSpec, NormSpec, Recurrent, RouterSpec
 from plait.spec.recurrent import Mamba1Spec
@@ -112,6 +113,20 @@ class ExpertHeadsSpec(AttentionSpec):
     num_experts: int = 8
     top_k: int = 2
     router: RouterSpec = RouterSpec()
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedValuesSpec(AttentionSpec):
+    """Attention with outputs times a function of a projection, and a mixture of values (K2 Horizon).
+
+    A token's value is Σ w · silu(E x) over the `top_k` experts E that it chooses among `num_experts`; None:
+    values are of one matrix. `activation`: of what outputs are multiplied by; "softplus": log2(1 + 2^x).
+    """
+
+    num_experts: int | None = None
+    top_k: int = 1
+    router: RouterSpec = RouterSpec()
+    activation: Literal["silu", "softplus"] | None = None
 
 
 @dataclass(frozen=True, slots=True)

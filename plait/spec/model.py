@@ -21,6 +21,7 @@ class NormSpec:
     eps: float = 1e-6
     kind: Literal["rms", "layer", "length", "scaled"] = "rms"  # length: to 1, eps in a sum of squares (nGPT)
     weight: bool = True
+    groups: int = 1  # equal parts of x, each of which is normed alone (K2 Horizon)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from tests.families import (
 )
 from tests.families.coded_oracles import CODED
 from tests.families.hybrid_oracles import HYBRIDS
+from tests.families.latest_oracles import LATEST
 from tests.families.looped_oracles import LOOPED
 from tests.families.pangu_oracle import PANGU
 from tests.families.parity import Memory
@@ -43,6 +44,7 @@ ORACLES: Mapping[str, tuple[Config, Callable[[Config], dict[str, Tensor]]]] = {
     "pangu_ultra": (PANGU.config, PANGU.checkpoint),
     **{name: (family.config, family.checkpoint) for name, family in LOOPED.items()},
     **{name: (family.config, family.checkpoint) for name, family in HYBRIDS.items()},
+    **{name: (family.config, family.checkpoint) for name, family in LATEST.items()},
 }
 
 

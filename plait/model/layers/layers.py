@@ -136,12 +136,12 @@ class Norm:
     """
 
     def __init__(self, s: NormSpec, w: Weights, size: int, groups: int = 1, *, is_same: bool = False) -> None:
-        self.spec, self.groups, many = s, groups, groups if is_same else 1
+        self.spec, self.groups, many = s, groups * s.groups, groups if is_same else 1
         # In float32 whatever the model computes in: Gemma's 1 + w would lose its last bits in bfloat16.
         own = w.tensor("weight", (size // many,), torch.float32) if s.weight else _ones(size // many, w)
         self.weight, self.eps = own.repeat(many) if is_same else own, s.eps
         if s.kind == "length":
-            count = size // groups
+            count = size // self.groups
             self.weight, self.eps = self.weight * count**-0.5, s.eps / count
         self._gate = None
         if isinstance(s, GatedNormSpec):
@@ -172,13 +172,10 @@ class Norm:
         return NormWeights(self.weight, self.bias, self.eps, self.spec.kind == "layer")
 
     def add(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(x + delta, its norm): the step from one branch to the next, one fused op where a kernel has it.
-
-        Of norms with one group, as those between branches are.
-        """
+        """(x + delta, its norm): the step from one branch to the next, one fused op where a kernel has it."""
         if delta is None:
             return x, self(x)
-        if self._layer or self._before is not None:
+        if self._layer or self._before is not None or self.groups > 1:
             x = self._combine(x, delta, 1.0)
             return x, self(x)
         x, h = self._add_rms(x, delta, self.weight, self.eps)

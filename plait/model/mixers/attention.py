@@ -35,9 +35,8 @@ def describe_attention(m: AttentionSpec) -> str:
     parts += [f"softcap {m.softcap:g}"] if m.softcap else []
     parts += [f"q and k normed{' last' if m.qk_norm_last else ''}"] if m.qk_norm else []
     parts += [f"both ways{' in prompts' if m.both_ways == 'prompt' else ''}"] if m.both_ways else []
-    parts += ["queries that grow"] if m.temperature else []
-    parts += ["sinks"] if m.sinks else ["sinks by keys"] if m.sink_keys else []
-    parts += ["ALiBi"] if m.slopes else []
+    flags = {"queries that grow": m.temperature, "sinks": m.sinks, "sinks by keys": m.sink_keys}
+    parts += [words for words, is_there in {**flags, "ALiBi": m.slopes}.items() if is_there]
     parts += [f"clipped at {m.clip:g}"] if m.clip else []
     parts += ["outputs normed"] if m.out_norm else []
     parts += ["gated"] if m.gate or m.head_gate else []

@@ -110,6 +110,7 @@ FORMATS: Mapping[str, ToolFormat] = {
         ),
         _make_tagged("longcat_tags", ("<longcat_tool_call>", "<longcat_arg_key>")),
         _make_tagged("iquest"),
+        _make_tagged("ifm"),
         _json_in("longcat", ("<longcat_tool_call>",), ("</longcat_tool_call>",)),
         _make_tagged("minicpm5"),
         _make_tagged("atem"),

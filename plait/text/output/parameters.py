@@ -29,7 +29,8 @@ class ArgumentTags(Struct, frozen=True):
 
     `pads`: a line end on either side of the value is not its own. `words`: JSON type → the word between
     `named` and `value` that says whether the value is text or JSON; a call may leave it out with `named`.
-    `stop`: what comes behind the last argument begins with this.
+    `stop`: what comes behind the last argument begins with this. `kind`: around the word of a type, which a
+    call may write before a value; the tool's schema says it, too.
     """
 
     key: str
@@ -39,11 +40,13 @@ class ArgumentTags(Struct, frozen=True):
     pads: bool = False
     words: Mapping[str, str] = field(default_factory=dict)
     stop: str = "</"
+    kind: tuple[str, str] = ("", "")
 
     @property
     def markers(self) -> tuple[str, ...]:
         """Every text of the tags that may hold a control token of a vocabulary."""
-        return tuple(dict.fromkeys(text for text in (self.key, self.named, self.value, self.end) if text))
+        tags = (self.key, self.named, *self.kind, self.value, self.end)
+        return tuple(dict.fromkeys(text for text in tags if text))
 
 
 def alternatives(schema: object, root: Mapping[str, object]) -> list[Mapping[str, object]]:

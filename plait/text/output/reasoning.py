@@ -133,6 +133,12 @@ REASONING: Mapping[str, ReasoningFormat] = {
         _pair("gemma4", "<|channel>thought\n", "<channel|>", ("<|channel>", "<channel|>")),
         _pair("hy3", "<think:opensource>", "</think:opensource>"),
         _pair("longcat", "<longcat_think>", "</longcat_think>"),
+        ReasoningFormat(
+            "ifm",
+            tuple(Pair(f"<ifm|think{how}>", f"</ifm|think{how}>") for how in ("", "_fast", "_faster")),
+            signs=("<ifm|think>",),
+            tokens=("<ifm|think>", "</ifm|think>"),
+        ),
         _pair("kimi_dev", "◁think▷", "◁/think▷"),
         _pair("pangu", "[unused16]", "[unused17]"),
         _pair("seed", "<seed:think>", "</seed:think>"),

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from plait.text.output.call_grammar import ARGUMENTS, LINE, NAME, NUMBER, Frame
 from plait.text.output.cursor import SPACE, Reading, TextCursor, read_whole
@@ -58,8 +59,7 @@ class TaggedCalls(Struct, frozen=True):
         cursor = reply.cursor
         yield from cursor.space()
         if not self.begin:
-            as_json = (yield from cursor.peek()) in ("{", "[")
-            return (yield from _list(reply) if as_json else self._read_one(reply))
+            return (yield from self._read_one(reply))
         found = False
         while (yield from cursor.skip(self.call)):
             found = yield from self._read_one(reply)
@@ -70,6 +70,13 @@ class TaggedCalls(Struct, frozen=True):
 
     def _read_one(self, reply: ReplyBuilder) -> Reading[bool]:
         cursor = reply.cursor
+        yield from cursor.space()
+        if (yield from cursor.peek()) in ("{", "["):
+            found = yield from _list(reply)
+            if self.begin:
+                yield from cursor.space()
+                yield from cursor.skip(self.close)
+            return found
         name = yield from cursor.word(_NAME)
         for n, text in enumerate(self.named.split(NUMBER)):
             if n:
@@ -160,6 +167,11 @@ def _key(cursor: TextCursor, tags: ArgumentTags) -> Reading[tuple[str, str] | No
     elif not tags.words and not (yield from cursor.skip(tags.named)):
         return None
     elif tags.value and not tags.words:
+        yield from cursor.space()
+    if tags.kind[0] and (yield from cursor.skip(tags.kind[0])):
+        yield from cursor.word(_KEY)
+        if not (yield from cursor.skip(tags.kind[1])):
+            return None
         yield from cursor.space()
     return (name, word) if name and (yield from cursor.skip(tags.value)) else None
 
@@ -305,6 +317,14 @@ SOLAR2 = TaggedCalls(
 )
 LONGCAT = TaggedCalls("", "<longcat_tool_call>", "", _make_keyed_tags("longcat_"), "</longcat_tool_call>")
 IQUEST = TaggedCalls("", "<iquest_tool_call>", "", GLM_TAGS, "</iquest_tool_call>")
+IFM = TaggedCalls(
+    "<ifm|tool_calls>",
+    "<ifm|tool_call>",
+    "",
+    replace(_make_keyed_tags("ifm|"), kind=("<ifm|arg_type>", "</ifm|arg_type>")),
+    "</ifm|tool_call>",
+    "</ifm|tool_calls>",
+)
 MINICPM5 = TaggedCalls("", '<function name="', '">', _make_quoted_tags("", "param"), "</function>")
 TAGGED: Mapping[str, TaggedCalls] = {
     "minimax_m2": MINIMAX,
@@ -315,6 +335,7 @@ TAGGED: Mapping[str, TaggedCalls] = {
     "solar_open2": SOLAR2,
     "longcat_tags": LONGCAT,
     "iquest": IQUEST,
+    "ifm": IFM,
     "minicpm5": MINICPM5,
     "atem": _invokes("atem:", "<atem:function_calls>", "</atem:function_calls>"),
     "invoke": _invokes("", "<function_calls>", "</function_calls>"),

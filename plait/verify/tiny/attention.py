@@ -335,6 +335,22 @@ ATTENTION: Mapping[str, Config] = {
         initializer_range=0.02,
         ngpt_alpha_init=0.4,
     ),
+    # K2 Horizon: mixtures of values, gated outputs, norms of parts of a token, and heads of which half turns.
+    "routed-values": make_config(
+        "K2HorizonForCausalLM",
+        "k2_horizon",
+        head_dim=8,
+        rope_head_dim=4,
+        layernorm_num_groups=2,
+        num_experts=6,
+        num_experts_per_tok=3,
+        num_shared_experts=1,
+        moe_intermediate_size=20,
+        mlp_only_layers=[0],
+        mova_num_experts=5,
+        mova_num_experts_per_tok=2,
+        attention_gate_func="softplus",
+    ),
     # Hunyuan 4: sinks, gates, indexers that layers share, and streams that are not mixed.
     "streams": make_config(
         "HYV4ForCausalLM",

@@ -65,6 +65,7 @@ def test_a_damaged_call_never_raises_and_gives_no_broken_arguments(name: str, st
         ("<longcat_tool_call><longcat_arg_key></longcat_think>", (), "longcat_tags", "longcat"),
         ("<longcat_tool_call>{}", (), "longcat", None),
         ("<iquest_tool_call>f<arg_key></think>", (), "iquest", "think"),
+        ("<ifm|think></ifm|think><ifm|tool_calls><ifm|tool_call>", (), "ifm", "ifm"),
         ('<function name="f"><param name="a">', (), "minicpm5", None),
         ("<atem:function_calls>", (), "atem", None),
         ('<function_calls>\n<invoke name="f">', (), "invoke", None),
@@ -135,6 +136,25 @@ def test_a_quoted_value_says_itself_whether_it_is_text() -> None:
     )
     text = f'<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n{rows}</｜DSML｜invoke>\n</｜DSML｜tool_calls>'
     assert read("dsml", list(text)).calls == [("f", {"a": "5", "b": [1, None], "city": 7})]
+
+
+@pytest.mark.parametrize("effort", ["", "_fast", "_faster"])
+def test_calls_of_k2_horizon_have_three_forms(effort: str) -> None:
+    def call(text: str) -> str:
+        return f"<ifm|tool_call>{text}</ifm|tool_call>\n"
+
+    key, value = "<ifm|arg_key>{}</ifm|arg_key>", "<ifm|arg_value>{}</ifm|arg_value>"
+    kind = "<ifm|arg_type>{}</ifm|arg_type>\n"
+    plain = call("search\n" + "".join(f"{key.format(k)}{value.format(v)}" for k, v in (("city", "5"),)))
+    typed = call("search" + key.format("tags") + kind.format("array[string]") + value.format('["x", 1]'))
+    as_json = call('\n{"name": "search", "arguments": {"city": "Rome", "tags": []}}\n')
+    thought = f"<ifm|think{effort}>It rains.</ifm|think{effort}>\n"
+    text = f"{thought}<ifm|tool_calls>\n{plain}{typed}{as_json}{call('search')}</ifm|tool_calls>"
+    wanted = [{"city": "5"}, {"tags": ["x", 1]}, {"city": "Rome", "tags": []}, {}]
+    for parts in ([text], list(text)):
+        found = read("ifm", parts, reasoning=REASONING["ifm"])
+        assert (found.calls, found.content) == ([("search", one) for one in wanted], "")
+        assert found.reasoning == "It rains."
 
 
 def test_gemma_values_are_nested_and_texts_hold_anything() -> None:

@@ -402,6 +402,20 @@ FAMILIES: dict[str, list[Form]] = {
             "".join(f"<longcat_tool_call>{one}</longcat_tool_call>" for one in objects()),
         )
     ],
+    "K2 Horizon, K2-V2 (xLLM)": [
+        Form(
+            f"{TURNS}{{{{ tools }}}}<ifm|think></ifm|think><ifm|tool_calls><ifm|tool_call>",
+            "ifm",
+            tagged(
+                "<ifm|tool_call>{n}\n",
+                pairs("<ifm|arg_key>{k}</ifm|arg_key>\n<ifm|arg_value>", "</ifm|arg_value>\n"),
+                "</ifm|tool_call>\n",
+            ).join(("<ifm|tool_calls>\n", "</ifm|tool_calls>")),
+            "ifm",
+            f"<ifm|think>{THOUGHT}</ifm|think>\n",
+        ),
+        think(HERMES_FORM),
+    ],
     "Ling 3": [think(HERMES_FORM)],
     "openPangu Ultra MoE": [Form("[unused9]{{ m.role }}：{{ m.content }}[unused10]")],
     "Param 2": [PLAIN],

@@ -162,6 +162,13 @@ WRITERS: dict[str, Writer] = {
         "<arg_key>{k}</arg_key><arg_value>{v}</arg_value>",
         "</iquest_tool_call>",
     ),
+    "ifm": tags(
+        "<ifm|tool_call>{n}\n",
+        "<ifm|arg_key>{k}</ifm|arg_key>\n<ifm|arg_value>{v}</ifm|arg_value>\n",
+        "</ifm|tool_call>",
+        "<ifm|tool_calls>\n",
+        "\n</ifm|tool_calls>",
+    ),
     "longcat": objects("<longcat_tool_call>", "</longcat_tool_call>"),
     "minicpm5": tags('<function name="{n}">\n', '<param name="{k}">{v}</param>\n', "</function>"),
     "atem": invokes("atem:", "<atem:function_calls>", "</atem:function_calls>"),

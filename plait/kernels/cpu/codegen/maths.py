@@ -59,6 +59,7 @@ _loss_terms = polynomial(
     "loss_terms", 1.9841269841e-4, 1.3888888889e-3, 8.3333333333e-3, 4.1666666667e-2, 1.6666666667e-1,
     0.5, 1.0,
 )  # fmt: skip
+_softplus_terms = polynomial("softplus_terms", *(2.0 / n for n in range(17, 0, -2)))
 WHOLE = np.float32(12582912.0)  # 1.5 * 2**23: added to a small number it leaves the nearest whole one
 
 
@@ -129,3 +130,15 @@ def tanh(x: Floats) -> Floats:
     q = mul(x, x)
     near = fma(mul(x, q), _tanh_terms(q), x)
     return where_less(size, spread(np.float32(0.625)), near, far)
+
+
+@inline
+def softplus(x: Floats) -> Floats:
+    """ln(1 + e**x) = max(x, 0) + ln(1 + z), z = e**-|x|, which is 2 atanh(z / (2 + z)) by its series.
+
+    No digits are lost where the result is small: it is e**x there, and 0 below -87.
+    """
+    z = exp(sub(zero_f32(), absolute(x)))
+    s = div(z, add(z, spread(np.float32(2.0))))  # 1/3 at most
+    q = mul(s, s)
+    return fma(_softplus_terms(q), s, where_less(x, zero_f32(), zero_f32(), x))

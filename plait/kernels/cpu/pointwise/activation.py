@@ -15,7 +15,7 @@ from torch import Tensor
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.codegen.kernel import Kernel, inline, kernel
 from plait.kernels.cpu.codegen.kinds import Floats
-from plait.kernels.cpu.codegen.maths import exp, polynomial, sigmoid, tanh
+from plait.kernels.cpu.codegen.maths import exp, polynomial, sigmoid, softplus, tanh
 from plait.kernels.cpu.codegen.vec import (
     absolute,
     add,
@@ -168,7 +168,7 @@ def situ(x: Floats, y: Floats) -> Floats:
 KINDS: dict[str, Callable[..., Floats]] = {
     "silu": silu, "gelu": gelu, "gelu_pytorch_tanh": gelu_tanh, "relu": relu, "relu2": relu2,
     "sigmoid": _sigmoid, "swiglu_oai": swiglu_oai, "swiglu_7": swiglu_7, "swiglu_16": swiglu_16,
-    "swiglu_cut_7": swiglu_cut_7, "swiglu_cut_10": swiglu_cut_10, "situ": situ,
+    "swiglu_cut_7": swiglu_cut_7, "swiglu_cut_10": swiglu_cut_10, "situ": situ, "softplus": softplus,
 }  # fmt: skip
 
 

@@ -10,11 +10,9 @@ from torch import Tensor
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.codegen.kernel import inline, kernel
 from plait.kernels.cpu.codegen.kinds import Float, Floats, Int
-from plait.kernels.cpu.codegen.maths import exp, load_left, polynomial, sigmoid, silu, store_left
+from plait.kernels.cpu.codegen.maths import exp, load_left, sigmoid, silu, softplus, store_left
 from plait.kernels.cpu.codegen.vec import (
-    absolute,
     add,
-    div,
     fma,
     get_f32,
     mul,
@@ -103,21 +101,6 @@ def _gated_rms_norm(
 
 
 PIECE = 256  # numbers of a row that is only gated, for one thread
-
-
-_softplus_terms = polynomial("softplus_terms", *(2.0 / n for n in range(17, 0, -2)))
-
-
-@inline
-def softplus(x: Floats) -> Floats:
-    """ln(1 + e**x) = max(x, 0) + ln(1 + z), z = e**-|x|, which is 2 atanh(z / (2 + z)) by its series.
-
-    No digits are lost where the result is small: it is e**x there, and 0 below -87.
-    """
-    z = exp(sub(zero_f32(), absolute(x)))
-    s = div(z, add(z, spread(np.float32(2.0))))  # 1/3 at most
-    q = mul(s, s)
-    return fma(_softplus_terms(q), s, where_less(x, zero_f32(), zero_f32(), x))
 
 
 @kernel

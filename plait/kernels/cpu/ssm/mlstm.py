@@ -12,7 +12,7 @@ from torch import Tensor
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.codegen.kernel import inline, kernel
 from plait.kernels.cpu.codegen.kinds import Floats, Int
-from plait.kernels.cpu.codegen.maths import exp
+from plait.kernels.cpu.codegen.maths import exp, softplus
 from plait.kernels.cpu.codegen.vec import (
     absolute,
     add,
@@ -38,7 +38,6 @@ from plait.kernels.cpu.codegen.vec import (
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import take_sequence
 from plait.kernels.cpu.runtime.row_checks import Sequences, TensorRows, dense, float32_rows
-from plait.kernels.cpu.ssm.gated_norm import softplus
 from plait.ops.mlstm import mlstm_scan
 
 WIDTH = 64  # value columns that move on together: four vectors

@@ -18,7 +18,7 @@ from plait.kernels.triton.forms import KernelForm, with_float16, with_float32
 from plait.kernels.triton.maths import apply_activation, one_minus_exp, sigmoid, softplus
 from plait.kernels.triton.pointwise.pointwise import count_pieces, piece_constants
 from plait.kernels.triton.row_views import view_rows
-from plait.ops.activation import ACTIVATIONS, key_bias, scale_rows, sigmoid_steps, xielu
+from plait.ops.activation import CURVES, key_bias, scale_rows, sigmoid_steps, xielu
 from plait.ops.altup import add_three
 from plait.ops.launch import launch
 from plait.ops.registry import OpFacts
@@ -77,7 +77,7 @@ def activate_rescaled(
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = c < N
     h = tl.load(x + row * x_row + c, mask=there, other=0.0).to(tl.float32)
-    h = apply_activation(h * scale, KIND) * magnitude
+    h = (softplus(h * scale) if KIND == "softplus" else apply_activation(h * scale, KIND)) * magnitude
     tl.store(out + row * N + c, h.to(out.dtype.element_ty), mask=there)
 
 
@@ -171,7 +171,7 @@ def write_in_one_launch(
 
 def _why_unknown(facts: OpFacts) -> str | None:
     kind = facts.sizes.get("kind")
-    return None if kind in ACTIVATIONS else f"no kernel computes {kind}"
+    return None if kind in CURVES else f"no kernel computes {kind}"
 
 
 @activate_scaled.variant(NAME, on="cuda", when=_why_unknown)
@@ -216,8 +216,14 @@ def forms() -> Iterator[KernelForm]:
         warps, types = sizes.pop("num_warps"), TYPES | vectors | {"x_row": "i32!", "y_row": "i32!"}
         named, constants = f"add_scaled, {name}", {**sizes, "HAS_Y": has_y}
         yield KernelForm(named, add_scaled, types, constants, warps, demands=WIDE)
-    for kind, width in (("silu", 64), ("sigmoid", 4)):
+    for name, kind, width in (
+        ("qwen4-exp", "silu", 64),
+        ("qwen4-exp", "sigmoid", 4),
+        ("k2-horizon", "silu", 4096),
+        ("k2-horizon", "softplus", 4096),
+    ):
         sizes = piece_constants(width)
         warps, types = sizes.pop("num_warps"), TYPES | {"scale": "fp32", "magnitude": "fp32"}
-        constants = {**sizes, "KIND": kind}
-        yield KernelForm(f"activate_rescaled, qwen4-exp, {kind}", activate_rescaled, types, constants, warps)
+        types, demands = (types | {"x_row": "i32!"}, WIDE) if width > 1000 else (types, ())
+        constants, named = {**sizes, "KIND": kind}, f"activate_rescaled, {name}, {kind}"
+        yield KernelForm(named, activate_rescaled, types, constants, warps, demands=demands)
