@@ -1,21 +1,34 @@
-"""LongCat-Flash: two attentions and feed-forwards in a layer, and experts that join behind the second."""
+"""LongCat-Flash: two attentions and feed-forwards in a layer, and experts that join behind the second.
+
+LongCat-Flash-Lite adds embeddings of n-grams to those of tokens, and takes the mean of all.
+"""
 
 from __future__ import annotations
 
-from plait.checkpoint.names import NameMap, Rules
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from plait.checkpoint.names import Back, Derived, NameMap, Rules
+from plait.errors import UnsupportedModel
 from plait.families.common.recipes import ends, expert_tensors, scale_tensor, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import mlp, model, mscale_squared, norm, require, rope
 from plait.families.config.normalize import FULL, Config
+from plait.quant.weight import as_tensor, join_stored
 from plait.spec.branches import ShortcutSpec
 from plait.spec.model import BranchSpec, MlaSpec, ModelSpec, MoeSpec, NormSpec, RouterSpec
+from plait.spec.recurrent import NgramSumSpec
 
-L = "model.layers.{i}"
+L, NGRAMS = "model.layers.{i}", "model.ngram_embeddings"
+MOST_HEADS, MOST_TOKENS, MOST_ROWS = 1024, 64, 1 << 31  # of n-grams: tables, tokens, rows of a table
 
 
 @family(
-    "LongcatFlashForCausalLM",
-    model_types=("longcat_flash",),
+    *("LongcatFlashForCausalLM", "LongcatFlashNgramForCausalLM"),
+    model_types=("longcat_flash", "longcat_flash_ngram"),
     defaults={
         "norm_eps": 1e-5,
         "hidden_act": "silu",
@@ -28,6 +41,7 @@ L = "model.layers.{i}"
 def longcat_flash(c: Config) -> tuple[ModelSpec, NameMap]:
     """Some experts give their input back. Latents of queries, and of keys and values, are scaled."""
     require(c, "LongCat-Flash", zero_expert_type=("identity",), attention_method=("MLA",))
+    require(c, "LongCat-Flash", mla_scale_q_lora=(True,), mla_scale_kv_lora=(True,))
     count = c.get("num_layers") or c["num_hidden_layers"] // 2
     c["layer_types"] = [FULL] * count
     each, router = norm(c), RouterSpec(renormalize=False, scale=float(c["routed_scaling_factor"]))
@@ -39,11 +53,75 @@ def longcat_flash(c: Config) -> tuple[ModelSpec, NameMap]:
         BranchSpec("attn2", _mla(c), each),
         BranchSpec("ffn2", ShortcutSpec({"mlp": mlp(c)}), each),
     )
+    layers, ngrams = [layer] * count, _ngrams(c)
     names: Rules = {**ends(), **_half(c, 0, ""), **_half(c, 1, "2"), **_experts(c)}
-    spec = model(c, "longcat_flash", [layer] * count)
+    spec = model(c, "longcat_flash", layers)
+    if ngrams is not None and layers:
+        share = 1 / (1 + len(ngrams.sizes))
+        first = BranchSpec("ngrams", ngrams, None, scale=share)
+        spec = replace(spec, layers=((first, *layer), *spec.layers[1:]), embed_scale=share)
+        names = {**names, **_ngram_names(ngrams.sizes)}
     extra = range(c["num_experts"], c["num_experts"] + (others or 0))  # matrices that identities have in vain
     unused = (rf"\.mlp\.experts\.({'|'.join(map(str, extra))})\.",) if others else ()
     return spec, NameMap(names, ignored=unused_patterns(c, r"^model\.mtp\.", *unused))
+
+
+def _ngrams(c: Config) -> NgramSumSpec | None:
+    """Tables of n-grams of 2 tokens, of 3 and so on: each has two rows more than the one before it."""
+    ratio, longest, split = (
+        c.get(f"{new}") if c.get(new) is not None else c.get(old)
+        for new, old in (
+            ("ngram_vocab_size_ratio", "oe_vocab_size_ratio"),
+            ("emb_neighbor_num", "oe_neighbor_num"),
+            ("emb_split_num", "oe_split_num"),
+        )
+    )
+    if ratio is None:
+        return None
+    if not isinstance(ratio, int | float) or not isinstance(longest, int) or not isinstance(split, int):
+        raise UnsupportedModel(
+            f"ngram_vocab_size_ratio {ratio!r:.40} comes with emb_neighbor_num {longest!r:.40} and "
+            f"emb_split_num {split!r:.40}; known are three numbers"
+        )
+    heads, hidden, rows, end = (longest - 1) * split, c["hidden_size"], ratio * c["vocab_size"], _find_end(c)
+    if not (2 <= longest <= MOST_TOKENS and 0 < heads <= MOST_HEADS and 0 < rows < MOST_ROWS - 2 * heads):
+        raise UnsupportedModel(
+            f"{split} tables of {rows} rows for each of n-grams up to {longest} tokens; known are up to "
+            f"{MOST_TOKENS} tokens, {MOST_HEADS} tables in all and {MOST_ROWS} rows"
+        )
+    sizes = tuple(int(rows) + 2 * head + 1 for head in range(heads))
+    lengths = tuple(2 + head // split for head in range(heads))
+    return NgramSumSpec(hidden // heads, sizes, lengths, c["vocab_size"], end)
+
+
+def _find_end(c: Config) -> int:
+    end = c.get("eos_token_id", 2)
+    end = end[0] if isinstance(end, list) and end else end
+    if not isinstance(end, int) or not 0 <= end < c["vocab_size"]:
+        raise UnsupportedModel(f"eos_token_id is {end!r:.40}: n-grams end at a token of the vocabulary")
+    return end
+
+
+def _ngram_names(sizes: tuple[int, ...]) -> Rules:
+    """One table, and one matrix behind it, are in a tensor for each head."""
+    heads = len(sizes)
+    tables = tuple(f"{NGRAMS}.embedders.{head}.weight" for head in range(heads))
+    linears = tuple(f"{NGRAMS}.post_projs.{head}.weight" for head in range(heads))
+
+    def rows(head: int) -> Callable[[Tensor], Tensor]:
+        return lambda w: w.split(sizes)[head]
+
+    def columns(head: int) -> Callable[[Tensor], Tensor]:
+        return lambda w: w.chunk(heads, 1)[head]
+
+    cut, wide = (tuple(Back(way(head)) for head in range(heads)) for way in (rows, columns))
+    return {
+        "embed": ("model.embed_tokens", f"{NGRAMS}.word_embeddings"),
+        "layers.0.ngrams.table.weight": Derived(lambda *w, **_: join_stored(w), tables, cut, is_joined=True),
+        "layers.0.ngrams.value.weight": Derived(
+            lambda *w, **_: torch.cat([as_tensor(x) for x in w], 1), linears, wide
+        ),
+    }
 
 
 def _mla(c: Config) -> MlaSpec:

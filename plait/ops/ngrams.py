@@ -1,4 +1,4 @@
-"""Features of n-grams of tokens (Qwen4-Exp): rows of hashed tables, gated by how well they match a stream."""
+"""Features of n-grams of tokens: rows of hashed tables, gated by how well they match a stream (Qwen4-Exp)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,51 @@ def hash_ngrams(
     updated in place), factors: [n] int64, the token's own first, sizes, starts: [(n - 1) · heads] int64 ->
     [T, (n - 1) · heads] int64. A factor times an id is less than 2^63.
     """
-    past, seqs = len(factors) - 1, len(slots)
+    past = len(factors) - 1
+    padded, at = _join_past(ids, before, slots, query_start, has_history, end)
+    numbers, ended, found = ids * factors[0], torch.zeros_like(ids, dtype=torch.bool), []
+    heads = sizes.unflatten(0, (past, -1))
+    for k in range(1, past + 1):
+        token = padded[at - k]
+        ended = ended | (token == end)
+        numbers = numbers ^ (torch.where(ended, end, token) * factors[k])
+        found.append(numbers[:, None] % heads[k - 1])
+    return torch.cat(found, -1) + starts
+
+
+@op(cases=HASHED)
+def sum_ngrams(
+    ids: Tensor,
+    before: Tensor,
+    slots: Tensor,
+    query_start: Tensor,
+    has_history: Tensor,
+    factors: Tensor,
+    sizes: Tensor,
+    starts: Tensor,
+    end: int,
+) -> Tensor:
+    """Which rows of a table each token's n-grams have, by sums (LongCat-Flash-Lite).
+
+    A head's number is the sum of its tokens' ids, each times a factor; modulo the head's size it is a row
+    behind the head's first. What lies in front of the sequence, a token `end` before this one, and all that
+    is before that, are left out. factors: [n, H] int64, the token's own first, 0 beyond a head's n-gram,
+    each less than 2^31; sizes, starts: [H] int64; the rest as `hash_ngrams` -> [T, H] int64.
+    """
+    padded, at = _join_past(ids, before, slots, query_start, has_history, end)
+    numbers, ended = ids[:, None] * factors[0], torch.zeros_like(ids, dtype=torch.bool)
+    for k in range(1, len(factors)):
+        token = padded[at - k]
+        ended = ended | (token == end)
+        numbers = numbers + torch.where(ended, 0, token)[:, None] * factors[k]
+    return numbers % sizes + starts
+
+
+def _join_past(
+    ids: Tensor, before: Tensor, slots: Tensor, query_start: Tensor, has_history: Tensor, end: int
+) -> tuple[Tensor, Tensor]:
+    """(Each sequence's tokens behind those before them, where its new ones are); `before` moves on."""
+    past, seqs = before.shape[1], len(slots)
     owner = torch.repeat_interleave(
         torch.arange(seqs, device=ids.device), query_start.diff(), output_size=len(ids)
     )
@@ -52,15 +96,8 @@ def hash_ngrams(
     known = torch.where(has_history[:, None], before[slots], torch.full_like(before[:1], end))
     padded[(query_start[:-1] + gaps)[:, None] + reach] = known.long()
     padded[at] = ids
-    numbers, ended, found = ids * factors[0], torch.zeros_like(ids, dtype=torch.bool), []
-    heads = sizes.unflatten(0, (past, -1))
-    for k in range(1, past + 1):
-        token = padded[at - k]
-        ended = ended | (token == end)
-        numbers = numbers ^ (torch.where(ended, end, token) * factors[k])
-        found.append(numbers[:, None] % heads[k - 1])
     before[slots] = padded[(query_start[1:] + gaps)[:, None] + reach].to(before.dtype)
-    return torch.cat(found, -1) + starts
+    return padded, at
 
 
 @hash_ngrams.inputs
@@ -74,6 +111,15 @@ def _hash_inputs(case: RecurrentCase, dtype: torch.dtype, device: str) -> Argume
     factors = torch.randint(1, (1 << 63) // VOCABULARY, (past + 1,), device=device)
     sizes = torch.randint(11, 5000, (past * case["heads"],), device=device)
     return (ids, before, slots, query_start, has_history, factors, sizes, sizes.cumsum(0) - sizes, end), {}
+
+
+@sum_ngrams.inputs
+def _sum_inputs(case: RecurrentCase, dtype: torch.dtype, device: str) -> Arguments:
+    (*given, factors, sizes, starts, end), _ = _hash_inputs(case, dtype, device)
+    reach = torch.arange(len(factors), device=device)[:, None]
+    longest = torch.arange(len(sizes), device=device) // case["heads"] + 1
+    factors = torch.randint(1, 1 << 31, (len(factors), len(sizes)), device=device)
+    return (*given, torch.where(reach > longest, 0, factors), sizes, starts, end), {}
 
 
 LEAST = 1e-6  # what a root is taken of, at least

@@ -130,6 +130,14 @@ class RoutedValuesSpec(AttentionSpec):
 
 
 @dataclass(frozen=True, slots=True)
+class LowRankSpec(AttentionSpec):
+    """Queries of `q_rank` numbers of a token, normed by `q_a_norm`: factorised attention (MFA; Step 3)."""
+
+    q_rank: int = 1
+    q_a_norm: NormSpec = NormSpec()
+
+
+@dataclass(frozen=True, slots=True)
 class RelativeSpec(AttentionSpec, Recurrent):
     """Attention with a bias that each query makes for each distance up to `extent`: of `rank` profiles over
     distances it mixes one (Inkling). Keys and values are convolved over `taps` tokens.

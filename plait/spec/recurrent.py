@@ -168,6 +168,22 @@ class NgramSpec(Recurrent):
 
 
 @dataclass(frozen=True, slots=True)
+class NgramSumSpec(Recurrent):
+    """Embeddings of n-grams that are added to a token's own (LongCat-Flash-Lite): linear(rows of one table).
+
+    Head h has rows of `dim` numbers, `sizes[h]` of them, for the n-grams of `lengths[h]` tokens, of which
+    the ids are digits to the base `base`. None reaches over a token `end`. `own`: as in `NgramSpec`.
+    """
+
+    dim: int
+    sizes: tuple[int, ...]
+    lengths: tuple[int, ...]
+    base: int
+    end: int
+    own: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Wkv4Spec(Recurrent):
     """RWKV-4's time mixing (Peng et al. 2023): averages over the past, weighed by keys; `size` channels."""
 

@@ -143,6 +143,54 @@ def _horizon_logits(c: Config, t: Tensors, ids: Tensor) -> Tensor:
     return norm(x, t["model.norm.weight"]) @ t["lm_head.weight"].T
 
 
+def _step_shapes(c: Config) -> Iterator[Shape]:
+    dim, rank, size = c["head_dim"], c["share_q_dim"], c["moe_intermediate_size"]
+    yield from _ends()
+    for i in range(c["num_hidden_layers"]):
+        sizes: dict[str, tuple[int, ...]] = {f"{x}_layernorm": (SIZE,) for x in ("input", "post_attention")}
+        sizes |= {f"self_attn.{x}_proj": (rank if x == "q" else dim, SIZE) for x in "qkv"}
+        sizes |= {"self_attn.inter_norm": (rank,), "self_attn.wq": (HEADS * dim, rank)}
+        sizes["self_attn.o_proj"] = (SIZE, HEADS * dim)
+        if str(i) in c["moe_layers_enum"].split(","):
+            stacked = {f"moe.{x}": (c["moe_num_experts"], *shape) for x, shape in _glu("", size).items()}
+            sizes |= {name.replace("moe..", "moe."): shape for name, shape in stacked.items()}
+            sizes |= {"moe.gate": (c["moe_num_experts"], SIZE)} | _glu("share_expert", c["share_expert_dim"])
+        else:
+            sizes |= _glu("mlp", INNER)
+        yield from ((f"model.layers.{i}.{name}.weight", shape) for name, shape in sizes.items())
+
+
+def _step_logits(c: Config, t: Tensors, ids: Tensor) -> Tensor:
+    x, eps, dim = t["model.embed_tokens.weight"][ids], c["rms_norm_eps"], c["head_dim"]
+    for i in range(c["num_hidden_layers"]):
+        w = _of_layer(t, f"model.layers.{i}.")
+        y = rms(x, w["input_layernorm"], eps)
+        first, k, v = (y @ w[f"self_attn.{name}_proj"].T for name in "qkv")
+        q = rms(first, w["self_attn.inter_norm"], eps) @ w["self_attn.wq"].T
+        q, k = (turned(heads_of(part, dim), c["rope_theta"]) for part in (q, k))
+        x = x + attend(q, k, heads_of(v, dim), dim**-0.5).flatten(1) @ w["self_attn.o_proj"].T
+        y = rms(x, w["post_attention_layernorm"], eps)
+        if "moe.gate" not in w:
+            x = x + _run_glu(y, w, "mlp")
+            continue
+        scores = (y @ w["moe.gate"].T).softmax(-1)
+        best = scores.topk(c["moe_top_k"], -1).indices
+        by = torch.zeros_like(scores).scatter(-1, best, scores.gather(-1, best))
+        by = by / by.sum(-1, keepdim=True) if c["norm_expert_weight"] else by
+        parts = ("gate_proj", "up_proj", "down_proj")
+        experts = [{f"one.{p}": w[f"moe.{p}"][e] for p in parts} for e in range(by.shape[1])]
+        found = [by[:, e, None] * _run_glu(y, one, "one") for e, one in enumerate(experts)]
+        x = x + torch.stack(found).sum(0) + _run_glu(y, w, "share_expert")
+    return rms(x, t["model.norm.weight"], eps) @ t["lm_head.weight"].T
+
+
+STEP3: Config = {
+    **{key: value for key, value in USUAL.items() if key != "num_key_value_heads"},
+    "architectures": ["Step3TextForCausalLM"], "model_type": "step3_text", "head_dim": 8,
+    "num_attention_groups": 1, "share_q_dim": 14, "rope_theta": 5e5, "moe_num_experts": 6, "moe_top_k": 3,
+    "moe_intermediate_size": 14, "share_expert_dim": 18, "moe_layers_enum": "1,2", "norm_expert_weight": True,
+    "max_seq_len": 128, "max_position_embedding": 128,
+}  # fmt: skip
 HORIZON: Config = {
     **USUAL, "architectures": ["K2HorizonForCausalLM"], "model_type": "k2_horizon", "head_dim": 8,
     "rope_head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
@@ -154,4 +202,5 @@ HORIZON: Config = {
 }  # fmt: skip
 LATEST: Mapping[str, OlderFamily] = {
     "k2_horizon": OlderFamily(HORIZON, _horizon_shapes, _horizon_logits),
+    "step3": OlderFamily(STEP3, _step_shapes, _step_logits),
 }

@@ -30,7 +30,7 @@ def _words(s: NgramSpec) -> str:
 
 def _divide(s: NgramSpec, rank: Rank, hidden_size: int) -> Division:
     """A rank looks up some hashes, and gathers what the others found; all else is whole on every rank."""
-    own = _own_hashes(len(s.sizes), rank, rank.index)
+    own = own_hashes(len(s.sizes), rank, rank.index)
     if own is None:
         return Division(s, {}, sums=-1)
     starts = [0, *accumulate(s.sizes)]
@@ -39,7 +39,7 @@ def _divide(s: NgramSpec, rank: Rank, hidden_size: int) -> Division:
     return Division(part, {"table": Cut((rows,))}, sums=-1, gathers=1)
 
 
-def _own_hashes(count: int, rank: Rank, index: int) -> Range | None:
+def own_hashes(count: int, rank: Rank, index: int) -> Range | None:
     """Those of `count` hashes that a rank looks up; None: all, because there are too few, or one rank."""
     if rank.size == 1 or count < rank.size:
         return None
@@ -63,7 +63,7 @@ class Ngrams:
         self._embed, self.table = bind_table(w.bind, w.weight("table.weight", (s.rows, s.dim)))
         self._comm, count = w.target.comm, len(s.sizes)
         own, size = s.own or (0, count), count * s.dim
-        each = (_own_hashes(count, self._comm.rank, index) for index in range(self._comm.rank.size))
+        each = (own_hashes(count, self._comm.rank, index) for index in range(self._comm.rank.size))
         self._widths = [s.dim * width(some or (0, count)) for some in each]
         self._own = slice(*own)
         self._into = w.linear("key", "value", in_size=size, out_sizes=(wide, hidden))

@@ -351,6 +351,19 @@ ATTENTION: Mapping[str, Config] = {
         mova_num_experts_per_tok=2,
         attention_gate_func="softplus",
     ),
+    # Step 3: queries of a low rank, one head of keys and values.
+    "low-rank": make_config(
+        "Step3TextForCausalLM",
+        "step3_text",
+        head_dim=10,
+        num_key_value_heads=1,
+        share_q_dim=14,
+        moe_num_experts=6,
+        moe_top_k=3,
+        moe_intermediate_size=20,
+        share_expert_dim=18,
+        moe_layers_enum="1,2",
+    ),
     # Hunyuan 4: sinks, gates, indexers that layers share, and streams that are not mixed.
     "streams": make_config(
         "HYV4ForCausalLM",

@@ -79,6 +79,21 @@ RECURRENT: Mapping[str, Config] = {
         indexer_compress_ratio=4,
         eos_token_id=5,
     ),
+    # LongCat-Flash-Lite: embeddings of n-grams next to those of tokens.
+    "ngram-sums": make_config(
+        "LongcatFlashNgramForCausalLM",
+        "longcat_flash_ngram",
+        **LATENT,
+        q_lora_rank=12,
+        num_layers=2,
+        num_key_value_heads=4,
+        n_routed_experts=6,
+        zero_expert_num=2,
+        ngram_vocab_size_ratio=0.3,
+        emb_neighbor_num=4,
+        emb_split_num=2,
+        eos_token_id=5,
+    ),
     "kda": make_config(
         "KimiLinearForCausalLM",
         "kimi_linear",

@@ -395,12 +395,16 @@ FAMILIES: dict[str, list[Form]] = {
         named("{{ tools }}'<' + '｜DSML｜' + 'function_calls>'</think>", "dsml_v32", "think"),
         think(Form(GLM_TEMPLATE.replace("\n", ""), "glm", GLM47)),
     ],
-    "LongCat-Flash": [
+    "LongCat-Flash, Flash-Lite": [
+        named("{{ tools }}<longcat_tool_call>f<longcat_arg_key></longcat_think>", "longcat_tags", "longcat"),
         Form(
             "{{ tools }}<longcat_tool_call>{}</longcat_tool_call>",
             "longcat",
             "".join(f"<longcat_tool_call>{one}</longcat_tool_call>" for one in objects()),
-        )
+        ),
+    ],
+    "Step 3 (text)": [
+        named('{{ tools }}<｜tool_calls_begin｜><steptml:invoke name="f"></think>', "step3", "think")
     ],
     "K2 Horizon, K2-V2 (xLLM)": [
         Form(

@@ -31,7 +31,7 @@ from plait.kernels.cpu.codegen.vec import (
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of, take_sequence
 from plait.kernels.cpu.runtime.row_checks import Sequences, TensorRows, dense, float32_rows
-from plait.ops.ngrams import LEAST, gate_by_match, hash_ngrams
+from plait.ops.ngrams import LEAST, gate_by_match, hash_ngrams, sum_ngrams
 
 
 @inline
@@ -41,6 +41,14 @@ def token_at(ids: Int, known: Int, past: Int, first: Int, t: Int, end: Int) -> I
     if t >= first:
         return get_i64(ids + 8 * t)
     return np.int64(get_f32(known + 4 * (past - first + t))) if known != 0 else end
+
+
+@inline
+def keep_last(ids: Int, home: Int, known: Int, past: Int, first: Int, count: Int, end: Int) -> None:
+    """The ids before the next step's token, oldest first, so that none is overwritten before it moves."""
+    for k in range(past):
+        token = token_at(ids, known, past, first, first + count - past + k, end)
+        put_f32(home + 4 * k, np.float32(token))
 
 
 @kernel
@@ -65,9 +73,36 @@ def hash_tokens(frame: int, args: int, thread: int, threads: int) -> None:
                 for head in range((k - 1) * heads, k * heads):
                     row = number % get_i64(sizes + 8 * head) + get_i64(starts + 8 * head)
                     put_i64(out + 8 * (t * past * heads + head), row)
-        for k in range(past):  # oldest first, so that none is overwritten before it moves
-            token = token_at(ids, known, past, first, first + count - past + k, end)
-            put_f32(home + 4 * k, np.float32(token))
+        keep_last(ids, home, known, past, first, count, end)
+
+
+@kernel
+def sum_tokens(frame: int, args: int, thread: int, threads: int) -> None:
+    """ids, before, its slot stride, slots, query_start, has_history, factors, sizes, starts, n - 1, heads,
+    end, out (dense)."""
+    ids, before, slot_bytes, slots, begins, history, factors, sizes = words(args, 2, 10)
+    starts, past, heads, end, out = words(args, 10, 15)
+    while True:
+        part, slot, has_past, first, count = take_sequence(frame, args, 1, (slots, begins, history))
+        if part < 0:
+            break
+        home = before + slot * slot_bytes
+        known = home if has_past != 0 else np.int64(0)
+        for t in range(first, first + count):
+            to = out + 8 * t * heads
+            for head in range(heads):
+                put_i64(to + 8 * head, get_i64(ids + 8 * t) * get_i64(factors + 8 * head))
+            for k in range(1, past + 1):
+                token: Int = token_at(ids, known, past, first, t - k, end)
+                if token == end:
+                    break
+                for head in range(heads):
+                    at = to + 8 * head
+                    put_i64(at, get_i64(at) + token * get_i64(factors + 8 * (k * heads + head)))
+            for head in range(heads):
+                at = to + 8 * head
+                put_i64(at, get_i64(at) % get_i64(sizes + 8 * head) + get_i64(starts + 8 * head))
+        keep_last(ids, home, known, past, first, count, end)
 
 
 @hash_ngrams.variant("native", on="cpu", native=True)
@@ -84,16 +119,8 @@ def _hash_ngrams(
     end: int,
 ) -> Tensor:
     past, heads, where = len(factors) - 1, len(sizes), Sequences.of(slots, query_start, has_history)
-    if ids.dim() != 1 or past < 1 or heads % past or before.shape[1:] != (past,):
-        raise ShapeMismatch(
-            f"{heads} heads of n-grams up to {past + 1} tokens do not fit ids {list(ids.shape)} and ids "
-            f"before {list(before.shape)}"
-        )
-    dense("ids", ids, len(ids), dtype=torch.int64)
+    _check_ngrams(ids, before, past, sizes, starts, of=past)
     dense("factors", factors, past + 1, dtype=torch.int64)
-    for name, numbers in (("sizes", sizes), ("starts", starts)):
-        dense(name, numbers, heads, dtype=torch.int64)
-    dense("a slot's ids", before[0], past)
     out = cpu.empty(len(ids), heads, dtype=torch.int64)
     cpu.launch(
         *(hash_tokens, ids, before, 4 * before.stride(0), *where.words, factors, sizes, starts),
@@ -102,6 +129,45 @@ def _hash_ngrams(
         seqs=len(slots),
     )
     return out
+
+
+@sum_ngrams.variant("native", on="cpu", native=True)
+def _sum_ngrams(
+    cpu: Executor,
+    ids: Tensor,
+    before: Tensor,
+    slots: Tensor,
+    query_start: Tensor,
+    has_history: Tensor,
+    factors: Tensor,
+    sizes: Tensor,
+    starts: Tensor,
+    end: int,
+) -> Tensor:
+    past, heads, where = len(factors) - 1, len(sizes), Sequences.of(slots, query_start, has_history)
+    _check_ngrams(ids, before, past, sizes, starts)
+    dense("factors", factors, past + 1, heads, dtype=torch.int64)
+    out = cpu.empty(len(ids), heads, dtype=torch.int64)
+    cpu.launch(
+        *(sum_tokens, ids, before, 4 * before.stride(0), *where.words, factors, sizes, starts),
+        *(past, heads, end, out),
+        rows=len(ids),
+        seqs=len(slots),
+    )
+    return out
+
+
+def _check_ngrams(ids: Tensor, before: Tensor, past: int, sizes: Tensor, starts: Tensor, of: int = 1) -> None:
+    heads = len(sizes)
+    if ids.dim() != 1 or past < 1 or heads % of or before.shape[1:] != (past,):
+        raise ShapeMismatch(
+            f"{heads} heads of n-grams up to {past + 1} tokens do not fit ids {list(ids.shape)} and ids "
+            f"before {list(before.shape)}"
+        )
+    dense("ids", ids, len(ids), dtype=torch.int64)
+    for name, numbers in (("sizes", sizes), ("starts", starts)):
+        dense(name, numbers, heads, dtype=torch.int64)
+    dense("a slot's ids", before[0], past)
 
 
 @kernel

@@ -25,12 +25,25 @@ from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import KernelForm, with_float16, with_float32
 from plait.kernels.triton.maths import sigmoid
 from plait.ops.launch import launch
-from plait.ops.ngrams import LEAST, gate_by_match, hash_ngrams
+from plait.ops.ngrams import LEAST, gate_by_match, hash_ngrams, sum_ngrams
 
 NAME = "triton"
 ROWS = 32  # of a tile in a step with prompts
 MOST_PROGRAMS = 1024  # they share the tiles of all sequences
 COLUMNS = 1024  # of a stream that a program has in registers
+
+
+@triton.jit
+def keep_last(ids, home, first, count, oldest, end, PAST: tl.constexpr, PP: tl.constexpr):
+    """The ids in front of the next step's token, for the program that read those in front of this one's."""
+    n = tl.arange(0, PP)
+    place = count - PAST + n
+    fresh = tl.load(ids + first + place, mask=(n < PAST) & (place >= 0), other=0)
+    is_kept = (n < PAST) & (place >= oldest) & (place < 0)
+    kept = tl.load(home + PAST + place, mask=is_kept, other=0.0).to(tl.int64)
+    last = tl.where(place >= oldest, tl.where(place >= 0, fresh, kept), end)
+    tl.debug_barrier()  # the threads of this program have read what is written now
+    tl.store(home + n, last.to(tl.float32), mask=n < PAST)
 
 
 @triton.jit(do_not_specialize=["end"])
@@ -69,14 +82,47 @@ def hash_tokens(
             to = out + (first + at)[:, None] * (PAST * HEADS) + head[None, :]
             tl.store(to, row, mask=there[:, None] & (h < HEADS)[None, :])
     if part == 0:
-        n = tl.arange(0, PP)
-        place = count - PAST + n
-        fresh = tl.load(ids + first + place, mask=(n < PAST) & (place >= 0), other=0)
-        is_kept = (n < PAST) & (place >= oldest) & (place < 0)
-        kept = tl.load(home + PAST + place, mask=is_kept, other=0.0).to(tl.int64)
-        last = tl.where(place >= oldest, tl.where(place >= 0, fresh, kept), end)
-        tl.debug_barrier()  # the threads of this program have read what is written now
-        tl.store(home + n, last.to(tl.float32), mask=n < PAST)
+        keep_last(ids, home, first, count, oldest, end, PAST, PP)
+
+
+@triton.jit(do_not_specialize=["end"])
+def sum_tokens(
+    ids, before, slots, query_start, has_history, factors, sizes, starts, out, end, slot_stride,
+    PAST: tl.constexpr, PP: tl.constexpr, HEADS: tl.constexpr, HP: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """ids: [T], before: [slots, PAST], factors: [PAST + 1, HEADS], sizes, starts: [HEADS] -> out [T, HEADS].
+
+    Grid: (S, Z), as `hash_tokens`. Every sum is below 2^63.
+    """
+    await_previous()
+    s, part = tl.program_id(0), tl.program_id(1)
+    first = tl.load(query_start + s).to(tl.int64)
+    count = tl.load(query_start + s + 1).to(tl.int64) - first
+    home = before + tl.load(slots + s).to(tl.int64) * slot_stride
+    oldest = tl.where(tl.load(has_history + s).to(tl.int32) != 0, -PAST, 0)  # the first token that is known
+    t, h = tl.arange(0, BT), tl.arange(0, HP)
+    own = tl.load(sizes + h, mask=h < HEADS, other=1)
+    start_row = tl.load(starts + h, mask=h < HEADS, other=0)
+    for start in range(part * BT, count, tl.num_programs(1) * BT):
+        at = start + t + tl.zeros([BT], tl.int64)
+        there = at < count
+        token = tl.load(ids + first + at, mask=there, other=0)
+        number = token[:, None] * tl.load(factors + h, mask=h < HEADS, other=0)[None, :]
+        ended = at < 0
+        for k in tl.static_range(1, PAST + 1):
+            back = at - k
+            near = tl.load(ids + first + back, mask=there & (back >= 0), other=0)
+            known = there & (back >= oldest)
+            far = tl.load(home + PAST + back, mask=known & (back < 0), other=0.0).to(tl.int64)
+            token = tl.where(known, tl.where(back >= 0, near, far), end)
+            ended = ended | (token == end)
+            by = tl.load(factors + k * HEADS + h, mask=h < HEADS, other=0)
+            number += tl.where(ended, 0, token)[:, None] * by[None, :]
+        row = number % own[None, :] + start_row[None, :]
+        to = out + (first + at)[:, None] * HEADS + h[None, :]
+        tl.store(to, row, mask=there[:, None] & (h < HEADS)[None, :])
+    if part == 0:
+        keep_last(ids, home, first, count, oldest, end, PAST, PP)
 
 
 def hash_constants(past: int, heads: int, one_each: bool) -> dict[str, int]:
@@ -105,17 +151,42 @@ def hash_ragged(
     end: int,
 ) -> Tensor:
     """`hash_ngrams`: the same arguments and result."""
-    (tokens,), seqs, past = ids.shape, len(slots), len(factors) - 1
-    out = ids.new_empty(tokens, len(sizes))
-    if not tokens:
-        return out
-    constants = hash_constants(past, len(sizes) // past, tokens == seqs)
+    past, out = len(factors) - 1, ids.new_empty(len(ids), len(sizes))
+    if len(ids):
+        constants = hash_constants(past, len(sizes) // past, len(ids) == len(slots))
+        launch(
+            hash_tokens, _grid(ids, slots, constants), ids, before, slots, query_start, has_history, factors,
+            sizes, starts, out, end, before.stride(0), **constants,
+        )  # fmt: skip
+    return out
+
+
+def _grid(ids: Tensor, slots: Tensor, constants: dict[str, int]) -> tuple[int, int]:
+    tokens, seqs = len(ids), len(slots)
     tiles = triton.cdiv(tokens - seqs + 1, constants["BT"]) if tokens > seqs else 1  # of the longest, at most
-    launch(
-        hash_tokens, (seqs, min(tiles, triton.cdiv(MOST_PROGRAMS, seqs))),
-        ids, before, slots, query_start, has_history, factors, sizes, starts, out, end, before.stride(0),
-        **constants,
-    )  # fmt: skip
+    return seqs, min(tiles, triton.cdiv(MOST_PROGRAMS, seqs))
+
+
+@sum_ngrams.variant(NAME, on="cuda")
+def sum_ragged(
+    ids: Tensor,
+    before: Tensor,
+    slots: Tensor,
+    query_start: Tensor,
+    has_history: Tensor,
+    factors: Tensor,
+    sizes: Tensor,
+    starts: Tensor,
+    end: int,
+) -> Tensor:
+    """`sum_ngrams`: the same arguments and result."""
+    out = ids.new_empty(len(ids), len(sizes))
+    if len(ids):
+        constants = hash_constants(len(factors) - 1, len(sizes), len(ids) == len(slots))
+        launch(
+            sum_tokens, _grid(ids, slots, constants), ids, before, slots, query_start, has_history, factors,
+            sizes, starts, out, end, before.stride(0), **constants,
+        )  # fmt: skip
     return out
 
 
@@ -173,12 +244,18 @@ TYPES = {
 @with_float16
 @with_float32
 def forms() -> Iterator[KernelForm]:
-    """What Qwen4-Exp launches: three tokens at most, eight hashes of each; four streams."""
+    """What Qwen4-Exp launches: three tokens at most, eight hashes of each; four streams. LongCat-Flash-Lite's
+    n-grams have up to five tokens, and four hashes each."""
     for step in ("decodes", "prompts"):
         constants = hash_constants(2, 8, step == "decodes")
         warps = constants.pop("num_warps")
         name = f"hash_tokens, qwen4-exp, {step}"
         yield KernelForm(name, hash_tokens, {**TYPES, "out": "i64*"}, constants, warps)
+    for step in ("decodes", "prompts"):
+        constants = hash_constants(4, 16, step == "decodes")
+        warps = constants.pop("num_warps")
+        name = f"sum_tokens, longcat-flash-lite, {step}"
+        yield KernelForm(name, sum_tokens, {**TYPES, "out": "i64*"}, constants, warps)
     gates = gate_constants(4, 2048)
     warps = int(gates.pop("num_warps"))
     types = {**TYPES, "out": "bf16*"}
