@@ -35,7 +35,7 @@ def step(c: Config) -> tuple[ModelSpec, NameMap]:
         c, "Step", norm_expert_weight=(True,), use_moe_router_bias=(True,), use_head_wise_attn_gate=(True,)
     )
     each, count = norm(c), len(c["layer_types"])
-    kinds = _find_kinds(c, count)
+    kinds = find_kinds(c, count)
     layers = [
         (
             BranchSpec("attn", _attention(c, i, kind), each),
@@ -49,7 +49,7 @@ def step(c: Config) -> tuple[ModelSpec, NameMap]:
     return model(c, "step3p5", layers), NameMap(names, ignored=unused_patterns(c, *unused))
 
 
-def _find_kinds(c: Config, count: int) -> Sequence[str]:
+def find_kinds(c: Config, count: int) -> Sequence[str]:
     """ "dense" or "sparse" for each layer; older configs count those with experts."""
     listed = c.get("moe_layers_enum")
     if listed is None:
