@@ -81,6 +81,7 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Alice AI", "Kimi delta attention, gated GQA, MoE, attention residuals", ("alice_ai",)),
     ("GigaChat 3.5", "gated DeltaNet, gated MLA, MoE, norms with gates", ("gigachat3_5",)),
     ("LongCat-Flash, Flash-Lite", "MLA, MLP, MoE with identities, n-grams", ("longcat_flash",)),
+    ("Step 1", "GQA with a bias of the root of each distance, MLP", ("step1",)),
     ("Step 3 (text)", "MQA with queries of a low rank, MoE", ("step3_text",)),
     ("K2 Horizon, K2-V2 (xLLM)", "gated GQA with a mixture of values, MoE · GQA, MLP", ("k2_horizon",)),
     ("GLM-4.7-Flash · Youtu-LLM", "MLA, MoE · MLP", ("glm4_moe_lite", "youtu")),

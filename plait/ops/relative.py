@@ -28,6 +28,7 @@ CASES: list[Case] = [
     dict(seqs=[150, 3], heads=19, kv_heads=1, dim=24, size=200, pairs=4, kv_dtype="bfloat16"),
     dict(seqs=SEQS, heads=6, kv_heads=2, dim=10, size=9, pairs=5, sinks=True),
     dict(seqs=[70, 1, 3], heads=4, kv_heads=2, dim=16, size=5, pairs=3, window=9, sinks=True),
+    dict(seqs=[90, 1, 3], heads=6, kv_heads=2, dim=16, size=128, pairs=1),
 ]
 
 
@@ -50,8 +51,9 @@ def relative_attention(
 ) -> Tensor:
     """`paged_attention`, with mixed_h · profiles[distance] added to its scores, where there is such.
 
-    mixed: [T, heads, m], profiles: [distances, m] float32, of distance 0 first; sinks: [T, heads], rows may
-    lie apart, the score of no token in each softmax; the rest as in `paged_attention` -> [T, heads, d].
+    mixed: [T, heads, m], or one row for all of them as a view, in q's dtype or float32; profiles:
+    [distances, m] float32, of distance 0 first; sinks: [T, heads], rows may lie apart, the score of no token
+    in each softmax; the rest as in `paged_attention` -> [T, heads, d].
     """
     write_paged(k_cache, k, slot_mapping)
     write_paged(v_cache, v, slot_mapping)
@@ -82,6 +84,8 @@ def _attention_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     q, k, v = (torch.randn(total, n, dim, dtype=dtype, device=device) for n in (case["heads"], kv, kv))
     caches = [random_cache((num_blocks, BLOCK, kv, dim), case, dtype, device) for _ in "kv"]
     mixed = torch.randn(total, case["heads"], case["pairs"], dtype=dtype, device=device)
+    if case["pairs"] == 1:  # the same for all tokens (Step 1)
+        mixed = mixed[:1].float().expand(total, -1, -1)
     profiles = torch.randn(case["size"], case["pairs"], device=device)
     sinks = None
     if "sinks" in case:

@@ -130,6 +130,11 @@ class RoutedValuesSpec(AttentionSpec):
 
 
 @dataclass(frozen=True, slots=True)
+class RootBiasSpec(AttentionSpec):
+    """A score loses a head's slope times the root of its key's distance, not the distance (Step 1)."""
+
+
+@dataclass(frozen=True, slots=True)
 class LowRankSpec(AttentionSpec):
     """Queries of `q_rank` numbers of a token, normed by `q_a_norm`: factorised attention (MFA; Step 3)."""
 

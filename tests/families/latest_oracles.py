@@ -19,6 +19,7 @@ from tests.families.older_oracles import (
     attend,
     heads_of,
     rms,
+    slopes,
     turned,
 )
 
@@ -191,6 +192,42 @@ STEP3: Config = {
     "moe_intermediate_size": 14, "share_expert_dim": 18, "moe_layers_enum": "1,2", "norm_expert_weight": True,
     "max_seq_len": 128, "max_position_embedding": 128,
 }  # fmt: skip
+
+
+def _root_shapes(c: Config) -> Iterator[Shape]:
+    heads, kv = c["num_attention_heads"], c["num_attention_groups"]
+    dim = SIZE // heads
+    yield from (("model.embed_tokens.weight", (VOCAB, SIZE)), ("model.norm.weight", (SIZE,)))
+    sizes: dict[str, tuple[int, ...]] = {f"{x}_layernorm": (SIZE,) for x in ("input", "post_attention")}
+    rows = {"q": heads * dim, "k": kv * dim, "v": kv * dim, "o": SIZE}
+    sizes |= {f"self_attn.{x}_proj": (count, SIZE) for x, count in rows.items()} | _glu("mlp", INNER)
+    for i in range(c["num_hidden_layers"]):
+        yield from ((f"model.layers.{i}.{name}.weight", shape) for name, shape in sizes.items())
+
+
+def _root_logits(c: Config, t: Tensors, ids: Tensor) -> Tensor:
+    heads, table, eps = c["num_attention_heads"], t["model.embed_tokens.weight"], c["rms_norm_eps"]
+    dim, at, x = SIZE // heads, torch.arange(len(ids)), table[ids]
+    behind = (at[:, None] - at).double()
+    for i in range(c["num_hidden_layers"]):
+        w = _of_layer(t, f"model.layers.{i}.")
+        y = rms(x, w["input_layernorm"], eps)
+        q, k, v = (heads_of(y @ w[f"self_attn.{name}_proj"].T, dim) for name in "qkv")
+        k, v = (part.repeat_interleave(heads // c["num_attention_groups"], 1) for part in (k, v))
+        scores = torch.einsum("nhd,mhd->hnm", q, k) * dim**-0.5
+        scores = scores - slopes(heads)[:, None, None] * behind.clamp(min=0).sqrt()
+        scores = scores.masked_fill(behind < 0, -torch.inf)
+        out = torch.einsum("hnm,mhd->nhd", scores.softmax(-1), v).flatten(1)
+        x = x + out @ w["self_attn.o_proj"].T
+        x = x + _run_glu(rms(x, w["post_attention_layernorm"], eps), w, "mlp")
+    return rms(x, t["model.norm.weight"], eps) @ table.T
+
+
+ABSENT = ("num_key_value_heads", "tie_word_embeddings")
+STEP1: Config = {
+    **{key: value for key, value in USUAL.items() if key not in ABSENT},
+    "architectures": ["Step1ForCausalLM"], "model_type": "step1", "num_attention_groups": 2,
+}  # fmt: skip
 HORIZON: Config = {
     **USUAL, "architectures": ["K2HorizonForCausalLM"], "model_type": "k2_horizon", "head_dim": 8,
     "rope_head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
@@ -202,5 +239,6 @@ HORIZON: Config = {
 }  # fmt: skip
 LATEST: Mapping[str, OlderFamily] = {
     "k2_horizon": OlderFamily(HORIZON, _horizon_shapes, _horizon_logits),
+    "step1": OlderFamily(STEP1, _root_shapes, _root_logits),
     "step3": OlderFamily(STEP3, _step_shapes, _step_logits),
 }

@@ -10,7 +10,7 @@ import torch
 from plait.errors import UnsupportedModel
 from plait.families.common.registry import build_spec
 from tests.families import longcat_oracle
-from tests.families.latest_oracles import HORIZON, LATEST, STEP3
+from tests.families.latest_oracles import HORIZON, LATEST, STEP1, STEP3
 from tests.families.longcat_oracle import CONFIG as LONGCAT
 from tests.families.older_oracles import IDS
 from tests.families.parity import Memory, check_description, decoder, resolved, whole
@@ -22,6 +22,7 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_head_dim": 4, "query_key_norm": True, "attention_bias": True, "router_score_func": "softmax"},
     ),
     "k2 horizon, one value": ("k2_horizon", {"mova_num_experts_per_tok": 1, "attention_gate_func": "silu"}),
+    "step 1, other slopes": ("step1", {"num_attention_heads": 12, "num_attention_groups": 4}),
     "step 3, weights as they are": ("step3", {"norm_expert_weight": False, "moe_layers_enum": "0,2"}),
     "k2 horizon without values": (
         "k2_horizon",
@@ -155,3 +156,9 @@ def test_step_3_with_eyes_is_read_as_text() -> None:
 def test_what_step_3_does_not_have_is_refused(changes: dict[str, Any], wanted: str) -> None:
     with pytest.raises(UnsupportedModel, match=wanted):
         build_spec({**STEP3, **changes})
+
+
+@pytest.mark.parametrize("changes", [{"hidden_act": "gelu"}, {"sliding_window": 8}])
+def test_what_step_1_does_not_have_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModel, match=next(iter(changes))):
+        build_spec({**STEP1, **changes})

@@ -49,8 +49,8 @@ def test_later_forms_are_refused(key: str, value: object) -> None:
     [
         ({"architectures": ["PanguProMoEV2ForCausalLM"]}, "learned keys and values next to those of a text"),
         (
-            {"architectures": ["Step1ForCausalLM"], "model_type": "step1"},
-            "a bias of the root of each distance",
+            {"architectures": ["CpmAntForCausalLM"], "model_type": "cpmant"},
+            "adds a bias for each distance",
         ),
     ],
 )

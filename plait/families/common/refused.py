@@ -58,7 +58,6 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
     "random rotations, drawn anew for every call, decide which tokens see each other, so one text has no one "
     "answer, and what a token sees depends on later ones, too": ("reformer",),
     "its attention adds a bias for each distance, which is not implemented": ("cpmant",),
-    "its attention adds a bias of the root of each distance, which is not implemented": ("step1",),
     "its attention has learned keys and values next to those of a text, which are not implemented": (
         "PanguProMoEV2ForCausalLM",
     ),

@@ -364,6 +364,8 @@ ATTENTION: Mapping[str, Config] = {
         share_expert_dim=18,
         moe_layers_enum="1,2",
     ),
+    # Step 1: biases of the root of each distance.
+    "root-bias": make_config("Step1ForCausalLM", "step1", tie_word_embeddings=False),
     # Hunyuan 4: sinks, gates, indexers that layers share, and streams that are not mixed.
     "streams": make_config(
         "HYV4ForCausalLM",

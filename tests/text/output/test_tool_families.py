@@ -403,6 +403,7 @@ FAMILIES: dict[str, list[Form]] = {
             "".join(f"<longcat_tool_call>{one}</longcat_tool_call>" for one in objects()),
         ),
     ],
+    "Step 1": [PLAIN],
     "Step 3 (text)": [
         named('{{ tools }}<｜tool_calls_begin｜><steptml:invoke name="f"></think>', "step3", "think")
     ],

@@ -67,13 +67,13 @@ def profile_biases(
 @triton.jit
 def attend_relative(
     q, k_cache, v_cache, biases, table, seq_lens, items, slots, starts, counters, out, part, part_sums, sinks,
-    table_row, q_row, q_head, sink_row, scale,
+    table_row, q_row, q_head, sink_row, bias_row, scale,
     S: tl.constexpr, STEPS: tl.constexpr, G: tl.constexpr, KVH: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     WINDOW: tl.constexpr, EXTENT: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """q: [T, KVH G, D], caches: [blocks, PAGE, KVH, D], biases: [T, KVH G, EXTENT], sinks: [T, KVH G] -> out
-    [T, KVH G, D].
+    """q: [T, KVH G, D], caches: [blocks, PAGE, KVH, D], biases: [T, KVH G, EXTENT], or one such row for all
+    where bias_row is 0, sinks: [T, KVH G] -> out [T, KVH G, D].
 
     The rest as in `attention.attend`.
     """
@@ -102,7 +102,7 @@ def attend_relative(
         d = tl.arange(0, DP)
         at = place * q_row + head * q_head
         own_q = tl.load(q + at[:, None] + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
-        own_biases = biases + (place * (KVH * G) + head) * EXTENT
+        own_biases = biases + place * bias_row + head * EXTENT
         position = length - count + token
         if SINKS and first == begins:
             sink = tl.load(sinks + place * sink_row + head, mask=there, other=0.0)
@@ -219,7 +219,8 @@ def _attend_part(
         attend_relative, (count_programs(q.device),),
         q, k_cache, v_cache, biases, table, seq_lens, work.items, work.slots, work.starts, work.counters,
         out, work.part, work.sums, work.sums if sinks is None else sinks, table.stride(0), *q.stride()[:2],
-        0 if sinks is None else sinks.stride(0), scale * LOG2E, SINKS=sinks is not None, **constants,
+        0 if sinks is None else sinks.stride(0), biases.stride(0) if len(biases) > 1 else 0, scale * LOG2E,
+        SINKS=sinks is not None, **constants,
     )  # fmt: skip
 
 
@@ -255,6 +256,10 @@ def attend_by_distance(
     q = q if q.stride(-1) == 1 else q.contiguous()
     sinks = None if sinks is None else sinks if sinks.stride(-1) == 1 else sinks.contiguous()
     layout = PagedLayout(heads, k_cache.shape[2], dim, 0, None, window, None, q.dtype)
+    if mixed.stride(0) == 0:  # what is mixed is the same for all rows, and so are biases
+        where = (block_table, query_start, seq_lens)
+        _attend_part(q, mixed[:1], profiles, (k_cache, v_cache), where, layout, scale, sinks, out)
+        return out
     most = max(1, MOST_BIASES // (heads * len(profiles)))
     for first in range(0, tokens, most):
         some, seqs = slice(first, first + most), (query_start, seq_lens)
@@ -271,6 +276,7 @@ SHAPES = {  # heads, kv_heads, dim, profiles, distances, window, sinks
     "inkling window": (64, 16, 128, 16, 512, 512, False),
     "inkling 2": (48, 8, 128, 16, 1024, None, True),
     "inkling 2 window": (48, 8, 128, 16, 1024, 1024, True),
+    "step 1": (48, 4, 128, 1, 32768, None, False),
 }
 
 
@@ -285,9 +291,11 @@ def forms() -> Iterator[KernelForm]:
         "head": "i32!",
         "sinks": "bf16*",
         "sink_row": "i32!",
+        "bias_row": "i32!",
     }
     for (name, shape), dtype in product(SHAPES.items(), (torch.bfloat16, torch.float32)):
         heads, kv_heads, dim, rank, extent, window, sinks = shape
+        types |= {"mixed": "fp32*" if rank == 1 else "bf16*"}  # slopes are numbers of the spec
         layout = PagedLayout(heads, kv_heads, dim, 0, None, window, None, dtype)
         constants = _constants(layout, 64, 64, extent, dtype) | {"SINKS": sinks}
         warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
