@@ -41,12 +41,27 @@ def test_gguf_is_the_same_model(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", [*ARCHES, "chatglm_plain", "baichuan2", "solar"])
+@pytest.mark.parametrize(
+    "name",
+    [*ARCHES, "chatglm_plain", "baichuan2", "solar", "k2_horizon", "step1", "step3"],
+)
 def test_files_are_written_with_their_own_names_and_keys(name: str, tmp_path: Path) -> None:
     model = source(name, tmp_path)
     target = hf_target(model, "float32")
     file = written(model, target.made)
     assert {*file} == {*model.checkpoint.names()}
+    wanted = whole(decoder(model.resolved, model.checkpoint), IDS)
+    assert worst(whole(decoder(resolved(file, target.config), file), IDS), wanted) <= 1e-4
+
+
+def test_tables_and_matrices_of_n_grams_are_written_apart(tmp_path: Path) -> None:
+    model = source("longcat_lite", tmp_path)
+    target = hf_target(model, "float32")
+    file = written(model, target.made)
+    for n in range(6):
+        for name in ("embedders", "post_projs"):
+            key = f"model.ngram_embeddings.{name}.{n}.weight"
+            assert torch.equal(file[key], model.checkpoint.read(key))
     wanted = whole(decoder(model.resolved, model.checkpoint), IDS)
     assert worst(whole(decoder(resolved(file, target.config), file), IDS), wanted) <= 1e-4
 
