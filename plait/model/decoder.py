@@ -116,7 +116,7 @@ class Decoder:
             self.layer_inputs.compute(batch, embeddings)
         x, delta = self.run_branches(x, embeddings, batch, store)
         if self.streams:
-            x, delta = self.streams.join(x, delta), None
+            x, delta = self.streams.join(x, delta, batch.step), None
         return self.norm.add(x, delta)[1] if self.norm else x
 
     def run_branches(

@@ -272,6 +272,7 @@ class HyperSpec:
     rounds: int | None = None
     rank: int | None = None  # the mean of normed streams is read, each number times a gate of that rank
     ends_even: bool = False  # what the last norm reads is their mean (GLM-5.3)
+    is_delayed: bool = False  # a branch reads by weights that the one before it has made (DeepSeek-V4.1)
 
 
 @dataclass(frozen=True, slots=True)

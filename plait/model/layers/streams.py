@@ -17,6 +17,7 @@ from plait.ops.rows import join
 from plait.ops.streams import activate_scaled, match_size, mix_gated, mix_streams, weigh_streams
 from plait.spec.model import HyperSpec, ModelSpec
 
+Step = dict[object, object]  # `Batch.step`
 LEAST = 1e-5  # mean square of what is made as large as the first stream
 
 
@@ -27,8 +28,8 @@ class Streams(Protocol):
     def spread(self) -> Callable[[Tensor], Tensor]:
         """Embeddings [T, hidden] -> [T, streams * hidden]."""
 
-    def join(self, x: Tensor, delta: Tensor | None) -> Tensor:
-        """[T, streams * hidden], and what is to be added -> [T, hidden]."""
+    def join(self, x: Tensor, delta: Tensor | None, step: Step) -> Tensor:
+        """[T, streams * hidden], and what is to be added -> [T, hidden]. `step`: of the batch."""
 
 
 def build_streams(s: ModelSpec, weights: Weights) -> Streams | None:
@@ -67,7 +68,7 @@ class AltUpStreams:
         wide: Tensor = reduce(self._pair, made, x)
         return wide
 
-    def join(self, x: Tensor, delta: Tensor | None) -> Tensor:
+    def join(self, x: Tensor, delta: Tensor | None, step: Step) -> Tensor:
         """Their mean, turned back."""
         x = x if delta is None else self._combine(x, delta, 1.0)
         first, *others = x.split(self.size, -1)
@@ -97,6 +98,14 @@ class StreamWeights:
         return found
 
 
+def take_read(step: Step, new: Tensor | None) -> Tensor | None:
+    """The weights by which streams are read where these are delayed: those that the last branch left here,
+    None in front of the first. `new`: what this one leaves, None: nothing."""
+    last = step.get("read by")
+    step["read by"] = new
+    return last if isinstance(last, Tensor) else None
+
+
 class Repeat:
     """Each row several times side by side: [T, hidden] -> [T, count * hidden]."""
 
@@ -116,15 +125,17 @@ class HyperStreams:
     def __init__(self, s: HyperSpec, weights: Weights) -> None:
         w = weights.scope("streams")
         self.count, self.size = s.count, w.target.hidden_size
-        self._weights = None if s.ends_even else StreamWeights(s, w, s.count)
+        self._weights = None if s.ends_even or s.is_delayed else StreamWeights(s, w, s.count)
+        self._is_delayed = s.is_delayed
         self._even = torch.full((1, s.count), 1.0 / s.count, device=w.target.device)
         self.spread = Repeat(s.count, w)
         self._mix, self._combine = w.bind(mix_streams), w.bind(combine)
 
-    def join(self, x: Tensor, delta: Tensor | None) -> Tensor:
-        """Their sum, by weights of a token's own, or their mean."""
+    def join(self, x: Tensor, delta: Tensor | None, step: Step) -> Tensor:
+        """Their sum, by weights of a token's own or of the last branch, or their mean."""
         x = x if delta is None else self._combine(x, delta, 1.0)
-        by = self._weights(x) if self._weights else self._even
+        last = take_read(step, None) if self._is_delayed else None
+        by = self._weights(x) if self._weights else self._even if last is None else last
         one: Tensor = self._mix(x.unflatten(-1, (self.count, self.size)), by).flatten(1)
         return one
 
@@ -159,5 +170,5 @@ class GatedStreams:
         w = weights.scope("streams")
         self.spread, self._read, self._combine = Repeat(s.count, w), GatedRead(s, w), w.bind(combine)
 
-    def join(self, x: Tensor, delta: Tensor | None) -> Tensor:
+    def join(self, x: Tensor, delta: Tensor | None, step: Step) -> Tensor:
         return self._read(x if delta is None else self._combine(x, delta, 1.0))[1]

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from plait.checkpoint.weights import Weights
 from plait.model.layers.layers import Batch, Norm
-from plait.model.layers.streams import GatedRead, StreamWeights
+from plait.model.layers.streams import GatedRead, StreamWeights, take_read
 from plait.model.mixers.registry import INNER, build, describe, divide_inside, mixer
 from plait.ops.ranks import sum_ranks
 from plait.ops.streams import activate_scaled, mix_streams, read_streams, write_streams
@@ -39,11 +39,13 @@ class HyperBranch:
         self._parts = [self.count, self.count, *([mixed] if mixed else [])]
         self._mix, self._write = w.bind(mix_streams), w.bind(write_streams)
         self._read = w.bind(read_streams, size=self.size) if s.norm.kind == "rms" else None
-        self._ranks = (w.target.comm, w.target.dtype)
+        self._ranks, self._is_delayed = (w.target.comm, w.target.dtype), s.hyper.is_delayed
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, streams * hidden] -> its like."""
         read, written, *mixed = self._weights(x).split(self._parts, -1)
+        if self._is_delayed:
+            read = take_read(batch.step, read)
         streams = x.unflatten(-1, (self.count, self.size))
         y = self.inner(self._read_streams(streams, read), batch, store)
         y = y if getattr(self.inner, "is_summed", False) else sum_ranks(y, *self._ranks)
@@ -51,8 +53,10 @@ class HyperBranch:
         added: Tensor = delta.flatten(1)
         return added
 
-    def _read_streams(self, streams: Tensor, by: Tensor) -> Tensor:
-        """One sum of them, normed."""
+    def _read_streams(self, streams: Tensor, by: Tensor | None) -> Tensor:
+        """One sum of them, normed; without weights the first, which is then an embedding."""
+        if by is None:
+            return self.norm(streams[:, 0])
         if self._read is None:
             return self.norm(self._mix(streams, by)[:, 0])
         found: Tensor = self._read(streams, by, self.norm.weight, self.norm.spec.eps)
