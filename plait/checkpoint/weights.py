@@ -38,6 +38,7 @@ from plait.ops.registry import Binding, Op, OpFacts
 from plait.partition import Cut, Range
 from plait.quant.encode import find_encoder, log_encoded
 from plait.quant.weight import CachedWeight, Dense, Weight, as_tensor, as_weight
+from plait.spec.recurrent import MergedIdsSpec
 
 PLAIN = {"router", "shared_gate"}  # small weight matrices that choose: they are never encoded
 
@@ -78,6 +79,7 @@ class Target:
     cuts: Cuts = field(default_factory=Cuts)  # this rank's part, where ranks share the model
     adapters: AdapterSlots | None = None  # of LoRA, if the model may have some
     ranks: Any = None  # of rank 0: the other ranks (`runner.ranks.group`), if there are any
+    merge_ids: Callable[[MergedIdsSpec], Tensor] | None = None  # the tokenizer's table of merged ids
     drafts: Target | None = None  # what its head for drafts, or a draft model, was built for, if any
 
     @property

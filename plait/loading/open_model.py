@@ -22,7 +22,7 @@ from plait.checkpoint.readers.gguf_metadata import CONFIG, is_own, own_config
 from plait.checkpoint.readers.safetensors import SafetensorsFiles
 from plait.checkpoint.weights import Target, Weights
 from plait.config import EngineConfig
-from plait.errors import BadFile, PlaitError, UnsupportedModel
+from plait.errors import BadFile, ConfigError, PlaitError, UnsupportedModel
 from plait.families.common.inside import leave_out_beside
 from plait.families.common.refused import DRAFTER
 from plait.families.common.resolved import Resolved
@@ -57,7 +57,9 @@ from plait.quant.encode import list_encoded
 from plait.quant.weight import as_tensor
 from plait.resource_limits import trim_heap
 from plait.spec.draft_heads import DraftHeadSpec
+from plait.spec.recurrent import MergedIdsSpec
 from plait.text.tokenizers.gguf_files import CARRIED
+from plait.text.tokenizers.merged_ids import merge_ids
 from plait.text.tokenizers.tokenizer import Tokenizer
 
 log = logging.getLogger("plait")
@@ -117,6 +119,22 @@ class Opened:
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer that belongs to it, if one can be found."""
         return self.text_source().tokenizer()
+
+    def merge_ids(self, wanted: MergedIdsSpec) -> Tensor:
+        """The merged id of each token, int64. Raises ConfigError."""
+        tokenizer = self.tokenizer()
+        if tokenizer is None:
+            raise ConfigError(
+                f"{self.files.name}: its hashes are of ids that the tokenizer merges, and there is none; name "
+                "one with --vocab"
+            )
+        table, count = merge_ids(tokenizer, wanted.tokens)
+        if count != wanted.count:
+            raise ConfigError(
+                f"{self.files.name}: {tokenizer.name} has {count} merged ids and the config {wanted.count}, so "
+                "hashes would be other ones; --vocab names another tokenizer"
+            )
+        return torch.tensor(table)
 
     def language(self) -> Language:
         """Its whole text side."""

@@ -82,7 +82,7 @@ def make_target(
         dtype = torch.float32  # Triton's interpreter computes in bfloat16 what no GPU does
     length = min(config.max_model_len or spec.max_len, spec.max_len)
     target = Target(device, dtype, length, spec.hidden_size, config.ops, block_size=config.block_size)
-    target.cuts = cuts or Cuts()
+    target.cuts, target.merge_ids = cuts or Cuts(), opened.merge_ids
     check_fused(config.no_fuse)
     target.quantize, target.no_fuse, target.chip = config.quantize, config.no_fuse, chip
     target.deterministic, target.pdl = config.deterministic, config.pdl

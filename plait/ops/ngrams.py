@@ -19,6 +19,7 @@ HASHED: list[RecurrentCase] = [
     dict(seqs=[(1, True), (1, False), (40, False), (3, True), (2, True)], longest=3, heads=3),
     dict(seqs=[(9, False), (1, True), (20, True), (2, False)], longest=5, heads=1),
     dict(seqs=[(4, True), (1, False)], longest=2, heads=4),
+    dict(seqs=[(1, True), (1, False), (40, False), (3, True), (2, True)], longest=3, heads=2, merges=True),
 ]
 
 
@@ -33,6 +34,7 @@ def hash_ngrams(
     sizes: Tensor,
     starts: Tensor,
     end: int,
+    merged: Tensor | None = None,
 ) -> Tensor:
     """Which rows of a table each token's n-grams have: those of 2 tokens, then of 3, up to `n`.
 
@@ -41,14 +43,16 @@ def hash_ngrams(
     ids: [T] int64, before: [num_slots, n - 1] float32 (the ids in front of the next token, oldest first;
     updated in place), factors: [n] int64, the token's own first, sizes, starts: [(n - 1) · heads] int64 ->
     [T, (n - 1) · heads] int64. A factor times an id is less than 2^63.
+
+    merged: [vocabulary] int64, ids that are hashed and kept in place of `ids`; n-grams reach over `end` then.
     """
-    past = len(factors) - 1
+    ids, past = ids if merged is None else merged[ids], len(factors) - 1
     padded, at = _join_past(ids, before, slots, query_start, has_history, end)
     numbers, ended, found = ids * factors[0], torch.zeros_like(ids, dtype=torch.bool), []
     heads = sizes.unflatten(0, (past, -1))
     for k in range(1, past + 1):
         token = padded[at - k]
-        ended = ended | (token == end)
+        ended = ended | (token == end) if merged is None else ended
         numbers = numbers ^ (torch.where(ended, end, token) * factors[k])
         found.append(numbers[:, None] % heads[k - 1])
     return torch.cat(found, -1) + starts
@@ -110,12 +114,14 @@ def _hash_inputs(case: RecurrentCase, dtype: torch.dtype, device: str) -> Argume
     before[torch.rand(num_slots, past, device=device) < 0.2] = end
     factors = torch.randint(1, (1 << 63) // VOCABULARY, (past + 1,), device=device)
     sizes = torch.randint(11, 5000, (past * case["heads"],), device=device)
-    return (ids, before, slots, query_start, has_history, factors, sizes, sizes.cumsum(0) - sizes, end), {}
+    merged = torch.randint(0, VOCABULARY, (VOCABULARY,), device=device) if case.get("merges") else None
+    given = (ids, before, slots, query_start, has_history, factors, sizes, sizes.cumsum(0) - sizes, end)
+    return (*given, merged), {}
 
 
 @sum_ngrams.inputs
 def _sum_inputs(case: RecurrentCase, dtype: torch.dtype, device: str) -> Arguments:
-    (*given, factors, sizes, starts, end), _ = _hash_inputs(case, dtype, device)
+    (*given, factors, sizes, starts, end, _), _ = _hash_inputs({**case, "merges": False}, dtype, device)
     reach = torch.arange(len(factors), device=device)[:, None]
     longest = torch.arange(len(sizes), device=device) // case["heads"] + 1
     factors = torch.randint(1, 1 << 31, (len(factors), len(sizes)), device=device)

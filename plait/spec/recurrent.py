@@ -146,13 +146,24 @@ class ShortConvSpec(Recurrent):
 
 
 @dataclass(frozen=True, slots=True)
+class MergedIdsSpec:
+    """A table from `tokens` ids to `count` merged ones, which a tokenizer makes."""
+
+    tokens: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class NgramSpec(Recurrent):
     """Embeddings of n-grams from hashed tables, gated by every residual stream, and convolved (Qwen4-Exp).
 
     An n-gram of 2 tokens, of 3, and so on has `dim` numbers from each of its heads; `factors` and `sizes`
     hash it (`ops.ngrams.hash_ngrams`). `rows`: of the table. No n-gram reaches over a token `end`. `taps`:
-    of the convolution, `gap` tokens apart. `norm`: of queries, keys and what is convolved, in each of
-    `streams`. `own`: of several ranks the hashes that this one looks up; None: all.
+    of the convolution, `gap` tokens apart, 0: there is none. `norm`: of queries, keys and what is convolved,
+    in each of `streams`. `own`: of several ranks the hashes that this one looks up; None: all.
+
+    With `merges` hashes are of merged ids: tokens that differ in case, accents or spaces alone have one
+    (DeepSeek-V4.1). `end` is in front of a text then, and n-grams reach over it.
     """
 
     streams: int
@@ -165,6 +176,7 @@ class NgramSpec(Recurrent):
     gap: int
     norm: NormSpec
     own: tuple[int, int] | None = None
+    merges: MergedIdsSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,7 +152,9 @@ def meta_cuts(spec: ModelSpec, rank: Rank) -> Cuts:
 
 def meta_target(spec: ModelSpec) -> Target:
     """A target for a model without numbers."""
-    return Target(torch.device("meta"), torch.float32, spec.max_len, spec.hidden_size, ops="reference")
+    target = Target(torch.device("meta"), torch.float32, spec.max_len, spec.hidden_size, ops="reference")
+    target.merge_ids = lambda wanted: torch.empty(wanted.tokens, dtype=torch.int64, device="meta")
+    return target
 
 
 def model_states(

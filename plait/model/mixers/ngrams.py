@@ -1,4 +1,4 @@
-"""Hashed n-grams (Qwen4-Exp): embeddings of the last tokens, added to residual streams that they match."""
+"""Hashed n-grams (Qwen4-Exp, DeepSeek-V4.1): embeddings of the last tokens, added to streams that they match."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.weights import Weights
-from plait.errors import UnsupportedModel
+from plait.errors import CheckpointError, UnsupportedModel
 from plait.memory import SlotState, State
 from plait.model.layers.layers import Batch, Norm
 from plait.model.mixers.mamba2 import DepthwiseConv
@@ -19,13 +19,15 @@ from plait.ops.ngrams import LARGEST_ID, gate_by_match, hash_ngrams
 from plait.ops.ranks import gather_columns
 from plait.ops.rows import bind_table
 from plait.partition import Cut, Division, Range, Rank, width
-from plait.spec.recurrent import NgramSpec
+from plait.spec.recurrent import MergedIdsSpec, NgramSpec
 from plait.state.store import StateStore
 
 
 def _words(s: NgramSpec) -> str:
     heads = len(s.sizes) // (len(s.factors) - 1)
-    return f"n-grams of 2 to {len(s.factors)} tokens, {heads} hashes each × {s.dim}, conv of {s.taps}"
+    text = f"n-grams of 2 to {len(s.factors)} tokens, {heads} hashes each × {s.dim}"
+    text += f", conv of {s.taps}" if s.taps else ""
+    return f"{text}, of {s.merges.count} merged ids" if s.merges else text
 
 
 def _divide(s: NgramSpec, rank: Rank, hidden_size: int) -> Division:
@@ -67,10 +69,12 @@ class Ngrams:
         self._widths = [s.dim * width(some or (0, count)) for some in each]
         self._own = slice(*own)
         self._into = w.linear("key", "value", in_size=size, out_sizes=(wide, hidden))
-        self._query_norm, self._key_norm, self._conv_norm = (
-            Norm(s.norm, w.scope(f"{x}_norm"), wide, s.streams) for x in ("query", "key", "conv")
+        self._query_norm, self._key_norm = (
+            Norm(s.norm, w.scope(f"{x}_norm"), wide, s.streams) for x in ("query", "key")
         )
-        self.conv = DepthwiseConv(w, wide, (s.taps - 1) * s.gap + 1)
+        self.conv = DepthwiseConv(w, wide, (s.taps - 1) * s.gap + 1) if s.taps else None
+        self._conv_norm = Norm(s.norm, w.scope("conv_norm"), wide, s.streams) if s.taps else None
+        self._merged, self._end = _read_merged(s.merges, w, s.end) if s.merges else (None, s.end)
         sizes = torch.tensor(s.sizes, dtype=torch.int64)
         looked_up = int(sizes[self._own].sum())
         if s.end >= LARGEST_ID or looked_up > s.rows:
@@ -82,14 +86,16 @@ class Ngrams:
         starts = sizes.cumsum(0) - sizes
         self._sizes, self._starts = sizes.to(device), (starts - starts[own[0]]).to(device)
         self._hash, self._match, self._combine = w.bind(hash_ngrams), w.bind(gate_by_match), w.bind(combine)
-        tensors = {"tokens": ((len(s.factors) - 1,), "float32"), "conv": (self.conv.tail_shape, "model")}
+        tensors: dict[str, tuple[tuple[int, ...], str]] = {"tokens": ((len(s.factors) - 1,), "float32")}
+        if self.conv:
+            tensors["conv"] = (self.conv.tail_shape, "model")
         self.states: dict[str, State] = {self.name: SlotState(tensors)}
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, streams * hidden] -> its like."""
         state, (streams, hidden) = store[self.name], self._shape
         where = (batch.state_slots, batch.query_start, batch.has_history)
-        how = (self._factors, self._sizes, self._starts, self.spec.end)
+        how = (self._factors, self._sizes, self._starts, self._end, self._merged)
         rows = self._hash(batch.token_ids, state["tokens"], *where, *how)
         if self.spec.own:
             rows = rows[:, self._own].contiguous()
@@ -98,6 +104,24 @@ class Ngrams:
         key, value = self._into(found).split([streams * hidden, hidden], -1)
         query, key = self._query_norm(x), self._key_norm(key)
         query, key = query.unflatten(-1, self._shape), key.unflatten(-1, self._shape)
-        gated = self._match(query, key, value).flatten(1)
+        gated: Tensor = self._match(query, key, value).flatten(1)
+        if self.conv is None or self._conv_norm is None:
+            return gated
         added: Tensor = self._combine(gated, self.conv(self._conv_norm(gated), batch, state["conv"]), 1.0)
         return added
+
+
+def _read_merged(s: MergedIdsSpec, w: Weights, end: int) -> tuple[Tensor, int]:
+    """The table of merged ids, and what it has for the token `end`. Raises CheckpointError."""
+    if "ids" in w or w.target.merge_ids is None:
+        table = w.tensor("ids", (s.tokens,), torch.int64)
+    else:
+        table = w.target.merge_ids(s).to(w.target.device)
+    if table.device.type == "meta":
+        return table, 0
+    if not (int(table.min()) >= 0 and int(table.max()) < s.count):
+        raise CheckpointError(
+            f"{w.prefix}.ids has merged ids {int(table.min())} to {int(table.max())}; there are {s.count}, "
+            "counted from 0"
+        )
+    return table, int(table[end])

@@ -27,6 +27,7 @@ from plait.partition import Range
 from plait.quant.weight import Dense, Weight
 from plait.spec.model import ModelSpec
 from plait.spec.moe import TableMoeSpec
+from plait.spec.recurrent import NgramSpec
 from plait.verify.tiny.attention import ATTENTION
 from plait.verify.tiny.recurrent import RECURRENT
 from plait.verify.tiny.sizes import Config, Shapes
@@ -95,8 +96,9 @@ def write_model(config: Mapping[str, object], folder: Path, seed: int = 0) -> No
     UnsupportedFormat where a recipe has no way back.
     """
     spec, names = build_spec(config)
-    asked = NoFile()
-    weights = AskedWeights(asked, names, meta_target(spec))
+    asked, target = NoFile(), meta_target(spec)
+    target.merge_ids = None  # there is no tokenizer: the file has the table
+    weights = AskedWeights(asked, names, target)
     decoder = Decoder(spec, weights)
     if spec.mtp is not None:
         MtpHead(spec, weights, decoder)
@@ -107,7 +109,7 @@ def write_model(config: Mapping[str, object], folder: Path, seed: int = 0) -> No
     }
     made = plan_tensors(wanted, names, find(config).name)
     shapes = {one.name: one.shape for one in made}
-    write_tensors(config, shapes, folder, seed, _count_experts(spec, names))
+    write_tensors(config, shapes, folder, seed, _count_drawn(spec, names))
 
 
 def write_tensors(
@@ -115,7 +117,7 @@ def write_tensors(
 ) -> None:
     """Write a config.json, and a model.safetensors with random tensors of these shapes.
 
-    tables: of those tensors that have numbers of experts, how many experts there are.
+    tables: of those tensors that have numbers of experts or merged ids, how many of these there are.
     """
     drawn = Synthetic(shapes, seed)
     tensors = {name: drawn.read(name).contiguous() for name in shapes}
@@ -126,16 +128,24 @@ def write_tensors(
     (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 
-def _count_experts(spec: ModelSpec, names: NameMap) -> dict[str, int]:
-    """How many experts each table of tokens chooses from, under the name of the table in the file."""
+def _count_drawn(spec: ModelSpec, names: NameMap) -> dict[str, int]:
+    """How many experts or merged ids each table of tokens has, under the name of the table in the file."""
     tables = {
         f"{name}.table": mixer.num_experts for name, mixer in spec.mixers() if isinstance(mixer, TableMoeSpec)
+    }
+    tables |= {
+        f"{name}.ids": mixer.merges.count
+        for name, mixer in spec.mixers()
+        if isinstance(mixer, NgramSpec) and mixer.merges
     }
     return {theirs: count for ours, count in tables.items() for theirs in sources_of(names.resolve(ours)[0])}
 
 
 def _draw_table(name: str, shape: Shape, count: int, seed: int) -> Tensor:
-    """Experts below `count` for each token, int64 of the shape [tokens, top_k]; no token has one twice."""
+    """Numbers below `count` for each token, int64 of the shape [tokens, top_k] or [tokens]; no token has one
+    twice."""
+    if len(shape) == 1:
+        return _draw_table(name, (*shape, 1), count, seed)[:, 0].contiguous()
     rows, top_k = shape
     drawn = Synthetic({name: (rows, count)}, seed)
     return drawn.read(name).argsort(1)[:, :top_k].contiguous()

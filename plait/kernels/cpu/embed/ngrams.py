@@ -35,28 +35,37 @@ from plait.ops.ngrams import LEAST, gate_by_match, hash_ngrams, sum_ngrams
 
 
 @inline
-def token_at(ids: Int, known: Int, past: Int, first: Int, t: Int, end: Int) -> Int:
+def read_id(ids: Int, merged: Int, t: Int) -> Int:
+    """The id of token t of a step; `merged`: the table of what is read for it, or 0."""
+    own = get_i64(ids + 8 * t)
+    return get_i64(merged + 8 * own) if merged != 0 else own
+
+
+@inline
+def token_at(ids: Int, merged: Int, known: Int, past: Int, first: Int, t: Int, end: Int) -> Int:
     """Token t of a step, of the sequence that begins at token `first`; `known`: the `past` ids before it, or
     0: there are none."""
     if t >= first:
-        return get_i64(ids + 8 * t)
+        return read_id(ids, merged, t)
     return np.int64(get_f32(known + 4 * (past - first + t))) if known != 0 else end
 
 
 @inline
-def keep_last(ids: Int, home: Int, known: Int, past: Int, first: Int, count: Int, end: Int) -> None:
+def keep_last(
+    ids: Int, merged: Int, home: Int, known: Int, past: Int, first: Int, count: Int, end: Int
+) -> None:
     """The ids before the next step's token, oldest first, so that none is overwritten before it moves."""
     for k in range(past):
-        token = token_at(ids, known, past, first, first + count - past + k, end)
+        token = token_at(ids, merged, known, past, first, first + count - past + k, end)
         put_f32(home + 4 * k, np.float32(token))
 
 
 @kernel
 def hash_tokens(frame: int, args: int, thread: int, threads: int) -> None:
     """ids, before, its slot stride, slots, query_start, has_history, factors, sizes, starts, n - 1, heads of
-    each size of n-gram, end, out (dense)."""
+    each size of n-gram, end, out (dense), the table of merged ids or 0."""
     ids, before, slot_bytes, slots, begins, history, factors, sizes = words(args, 2, 10)
-    starts, past, heads, end, out = words(args, 10, 15)
+    starts, past, heads, end, out, merged = words(args, 10, 16)
     while True:
         part, slot, has_past, first, count = take_sequence(frame, args, 1, (slots, begins, history))
         if part < 0:
@@ -64,16 +73,16 @@ def hash_tokens(frame: int, args: int, thread: int, threads: int) -> None:
         home = before + slot * slot_bytes
         known = home if has_past != 0 else np.int64(0)
         for t in range(first, first + count):
-            number: Int = get_i64(ids + 8 * t) * get_i64(factors)
+            number: Int = read_id(ids, merged, t) * get_i64(factors)
             ended = False
             for k in range(1, past + 1):
-                token: Int = end if ended else token_at(ids, known, past, first, t - k, end)
-                ended = ended or token == end
+                token: Int = end if ended else token_at(ids, merged, known, past, first, t - k, end)
+                ended = ended or (token == end and merged == 0)
                 number ^= token * get_i64(factors + 8 * k)
                 for head in range((k - 1) * heads, k * heads):
                     row = number % get_i64(sizes + 8 * head) + get_i64(starts + 8 * head)
                     put_i64(out + 8 * (t * past * heads + head), row)
-        keep_last(ids, home, known, past, first, count, end)
+        keep_last(ids, merged, home, known, past, first, count, end)
 
 
 @kernel
@@ -93,7 +102,7 @@ def sum_tokens(frame: int, args: int, thread: int, threads: int) -> None:
             for head in range(heads):
                 put_i64(to + 8 * head, get_i64(ids + 8 * t) * get_i64(factors + 8 * head))
             for k in range(1, past + 1):
-                token: Int = token_at(ids, known, past, first, t - k, end)
+                token: Int = token_at(ids, np.int64(0), known, past, first, t - k, end)
                 if token == end:
                     break
                 for head in range(heads):
@@ -102,7 +111,7 @@ def sum_tokens(frame: int, args: int, thread: int, threads: int) -> None:
             for head in range(heads):
                 at = to + 8 * head
                 put_i64(at, get_i64(at) % get_i64(sizes + 8 * head) + get_i64(starts + 8 * head))
-        keep_last(ids, home, known, past, first, count, end)
+        keep_last(ids, np.int64(0), home, known, past, first, count, end)
 
 
 @hash_ngrams.variant("native", on="cpu", native=True)
@@ -117,14 +126,17 @@ def _hash_ngrams(
     sizes: Tensor,
     starts: Tensor,
     end: int,
+    merged: Tensor | None = None,
 ) -> Tensor:
     past, heads, where = len(factors) - 1, len(sizes), Sequences.of(slots, query_start, has_history)
     _check_ngrams(ids, before, past, sizes, starts, of=past)
     dense("factors", factors, past + 1, dtype=torch.int64)
+    if merged is not None:
+        dense("merged", merged, len(merged), dtype=torch.int64)
     out = cpu.empty(len(ids), heads, dtype=torch.int64)
     cpu.launch(
         *(hash_tokens, ids, before, 4 * before.stride(0), *where.words, factors, sizes, starts),
-        *(past, heads // past, end, out),
+        *(past, heads // past, end, out, merged),
         rows=len(ids),
         seqs=len(slots),
     )

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import product
 
 import torch
 import triton
@@ -34,11 +35,22 @@ COLUMNS = 1024  # of a stream that a program has in registers
 
 
 @triton.jit
-def keep_last(ids, home, first, count, oldest, end, PAST: tl.constexpr, PP: tl.constexpr):
+def _read_ids(at, merged, there, MERGES: tl.constexpr):
+    """Ids of tokens, or what the table `merged` has for them."""
+    found = tl.load(at, mask=there, other=0)
+    if MERGES:
+        found = tl.load(merged + found, mask=there, other=0)
+    return found
+
+
+@triton.jit
+def keep_last(
+    ids, merged, home, first, count, oldest, end, PAST: tl.constexpr, PP: tl.constexpr, MERGES: tl.constexpr
+):  # fmt: skip
     """The ids in front of the next step's token, for the program that read those in front of this one's."""
     n = tl.arange(0, PP)
     place = count - PAST + n
-    fresh = tl.load(ids + first + place, mask=(n < PAST) & (place >= 0), other=0)
+    fresh = _read_ids(ids + first + place, merged, (n < PAST) & (place >= 0), MERGES)
     is_kept = (n < PAST) & (place >= oldest) & (place < 0)
     kept = tl.load(home + PAST + place, mask=is_kept, other=0.0).to(tl.int64)
     last = tl.where(place >= oldest, tl.where(place >= 0, fresh, kept), end)
@@ -48,12 +60,14 @@ def keep_last(ids, home, first, count, oldest, end, PAST: tl.constexpr, PP: tl.c
 
 @triton.jit(do_not_specialize=["end"])
 def hash_tokens(
-    ids, before, slots, query_start, has_history, factors, sizes, starts, out, end, slot_stride,
+    ids, before, slots, query_start, has_history, factors, sizes, starts, merged, out, end, slot_stride,
     PAST: tl.constexpr, PP: tl.constexpr, HEADS: tl.constexpr, HP: tl.constexpr, BT: tl.constexpr,
+    MERGES: tl.constexpr,
 ):  # fmt: skip
     """ids: [T], before: [slots, PAST], factors: [PAST + 1], sizes, starts: [PAST HEADS] -> out [T, these].
 
-    Grid: (S, Z), with BT ≥ PAST or Z = 1. A factor times an id, and so every number, is below 2^63.
+    Grid: (S, Z), with BT ≥ PAST or Z = 1. A factor times an id, and so every number, is below 2^63. MERGES:
+    ids are those that the table `merged` has for them, and no n-gram ends at `end`.
     """
     await_previous()
     s, part = tl.program_id(0), tl.program_id(1)
@@ -65,16 +79,17 @@ def hash_tokens(
     for start in range(part * BT, count, tl.num_programs(1) * BT):
         at = start + t + tl.zeros([BT], tl.int64)
         there = at < count
-        token = tl.load(ids + first + at, mask=there, other=0)
+        token = _read_ids(ids + first + at, merged, there, MERGES)
         number = token * tl.load(factors)
         ended = at < 0
         for k in tl.static_range(1, PAST + 1):
             back = at - k
-            near = tl.load(ids + first + back, mask=there & (back >= 0), other=0)
+            near = _read_ids(ids + first + back, merged, there & (back >= 0), MERGES)
             known = there & (back >= oldest)
             far = tl.load(home + PAST + back, mask=known & (back < 0), other=0.0).to(tl.int64)
             token = tl.where(known, tl.where(back >= 0, near, far), end)
-            ended = ended | (token == end)
+            if not MERGES:
+                ended = ended | (token == end)
             number = number ^ (tl.where(ended, end, token) * tl.load(factors + k))
             head = (k - 1) * HEADS + h
             own = tl.load(sizes + head, mask=h < HEADS, other=1)
@@ -82,7 +97,7 @@ def hash_tokens(
             to = out + (first + at)[:, None] * (PAST * HEADS) + head[None, :]
             tl.store(to, row, mask=there[:, None] & (h < HEADS)[None, :])
     if part == 0:
-        keep_last(ids, home, first, count, oldest, end, PAST, PP)
+        keep_last(ids, merged, home, first, count, oldest, end, PAST, PP, MERGES)
 
 
 @triton.jit(do_not_specialize=["end"])
@@ -122,7 +137,7 @@ def sum_tokens(
         to = out + (first + at)[:, None] * HEADS + h[None, :]
         tl.store(to, row, mask=there[:, None] & (h < HEADS)[None, :])
     if part == 0:
-        keep_last(ids, home, first, count, oldest, end, PAST, PP)
+        keep_last(ids, ids, home, first, count, oldest, end, PAST, PP, False)
 
 
 def hash_constants(past: int, heads: int, one_each: bool) -> dict[str, int]:
@@ -149,6 +164,7 @@ def hash_ragged(
     sizes: Tensor,
     starts: Tensor,
     end: int,
+    merged: Tensor | None = None,
 ) -> Tensor:
     """`hash_ngrams`: the same arguments and result."""
     past, out = len(factors) - 1, ids.new_empty(len(ids), len(sizes))
@@ -156,7 +172,8 @@ def hash_ragged(
         constants = hash_constants(past, len(sizes) // past, len(ids) == len(slots))
         launch(
             hash_tokens, _grid(ids, slots, constants), ids, before, slots, query_start, has_history, factors,
-            sizes, starts, out, end, before.stride(0), **constants,
+            sizes, starts, ids if merged is None else merged, out, end, before.stride(0),
+            MERGES=merged is not None, **constants,
         )  # fmt: skip
     return out
 
@@ -234,7 +251,7 @@ def gate_rows(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 TYPES = {
-    **dict.fromkeys(("ids", "slots", "query_start", "factors", "sizes", "starts"), "i64*"),
+    **dict.fromkeys(("ids", "slots", "query_start", "factors", "sizes", "starts", "merged"), "i64*"),
     "before": "fp32*", "has_history": "i1*",
     **dict.fromkeys(("query", "key", "value"), "bf16*"),
     **dict.fromkeys(("q_row", "q_stream", "k_row", "k_stream", "v_row"), "i32!"), "root": "fp32",
@@ -244,12 +261,12 @@ TYPES = {
 @with_float16
 @with_float32
 def forms() -> Iterator[KernelForm]:
-    """What Qwen4-Exp launches: three tokens at most, eight hashes of each; four streams. LongCat-Flash-Lite's
-    n-grams have up to five tokens, and four hashes each."""
-    for step in ("decodes", "prompts"):
-        constants = hash_constants(2, 8, step == "decodes")
+    """What Qwen4-Exp and DeepSeek-V4.1 launch: three or four tokens at most, eight hashes of each; four
+    streams. LongCat-Flash-Lite's n-grams have up to five tokens, and four hashes each."""
+    for (model, past), step in product((("qwen4-exp", 2), ("deepseek-v4.1", 3)), ("decodes", "prompts")):
+        constants = hash_constants(past, 8, step == "decodes") | {"MERGES": past == 3}
         warps = constants.pop("num_warps")
-        name = f"hash_tokens, qwen4-exp, {step}"
+        name = f"hash_tokens, {model}, {step}"
         yield KernelForm(name, hash_tokens, {**TYPES, "out": "i64*"}, constants, warps)
     for step in ("decodes", "prompts"):
         constants = hash_constants(4, 16, step == "decodes")
