@@ -125,14 +125,14 @@ class Opened:
         tokenizer = self.tokenizer()
         if tokenizer is None:
             raise ConfigError(
-                f"{self.files.name}: its hashes are of ids that the tokenizer merges, and there is none; name "
-                "one with --vocab"
+                f"{self.files.name}: its hashes are of ids that a tokenizer merges, and it has none; name one"
+                " with --vocab"
             )
         table, count = merge_ids(tokenizer, wanted.tokens)
         if count != wanted.count:
             raise ConfigError(
-                f"{self.files.name}: {tokenizer.name} has {count} merged ids and the config {wanted.count}, so "
-                "hashes would be other ones; --vocab names another tokenizer"
+                f"{self.files.name}: {tokenizer.name} has {count} merged ids and the config {wanted.count}, "
+                "so hashes would be other ones; --vocab names another tokenizer"
             )
         return torch.tensor(table)
 

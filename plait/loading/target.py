@@ -48,6 +48,7 @@ log = logging.getLogger("plait")
 MIXING = {
     *("linear", "paged_attention", "paged_latent_attention", "map_heads", "experts", "add_low_rank"),
     *("choose_keys", "sparse_latent_attention", "choose_blocks", "block_sparse_attention"),
+    *("choose_entry_blocks", "choose_among_blocks"),
     *("choose_entries", "entry_attention", "front_attention", "add_stacked_low_rank", "add_expert_low_rank"),
 }
 # Of those for GPUs the ones in which a row's bits depend on that row alone, whatever shares the step.
@@ -58,6 +59,7 @@ APART = {
     *(("linear", "one form"), ("map_heads", "one form"), ("experts", "one form")),
     *(("choose_keys", "triton"), ("sparse_latent_attention", "triton")),
     *(("choose_blocks", "triton"), ("block_sparse_attention", "triton")),
+    *(("choose_entry_blocks", "triton"), ("choose_among_blocks", "triton")),
     *(("add_stacked_low_rank", "triton"), ("add_expert_low_rank", "triton")),
 }
 

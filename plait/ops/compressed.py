@@ -125,6 +125,7 @@ CHOICES: list[Case] = [
     dict(seqs=[1, 7, 5, 40], heads=5, index_dim=20, top_k=3, rate=4, step=2),
     dict(seqs=[150, 3, 300], heads=8, index_dim=32, top_k=16, rate=8, step=4),
     dict(seqs=[70, 3], heads=3, index_dim=48, top_k=7, rate=4, step=4, kv_dtype="bfloat16"),
+    dict(seqs=[1, 9, 30], heads=3, index_dim=16, top_k=4, rate=1, step=1),
 ]
 
 
@@ -224,6 +225,8 @@ CASES: list[Case] = [
     dict(seqs=[1, 7, 5, 40], heads=19, dim=34, window=9, rate=4, step=2, top_k=3),
     dict(seqs=[300, 2], heads=3, dim=32, window=70, rate=8, step=4, top_k=20),
     dict(seqs=[150, 3], heads=4, dim=24, window=9, rate=6, step=2, kv_dtype="bfloat16"),
+    dict(seqs=[1, 7, 40], heads=3, dim=16, window=6, rate=1, step=1, top_k=4),
+    dict(seqs=[30, 3], heads=4, dim=24, window=9, rate=2, step=2, top_k=7),
 ]
 
 

@@ -287,6 +287,7 @@ COMPRESSED_CASES: list[Case] = [
     dict(tokens=9, heads=5, dim=40, pairs=8, rate=4, step=2, interleaved=True),
     dict(tokens=3, heads=2, dim=20, pairs=2, rate=2, step=1, kv_dtype="bfloat16"),
     dict(tokens=2, heads=3, dim=16, pairs=4, rate=0, step=1),
+    dict(tokens=5, heads=3, dim=16, pairs=4, rate=1, step=1, interleaved=True, has_norm=False),
 ]
 
 
@@ -300,7 +301,7 @@ def place_compressed(
     slots: tuple[Tensor, Tensor],
     positions: Tensor,
     firsts: Tensor | None,
-    norms: tuple[NormWeights, NormWeights, NormWeights],
+    norms: tuple[NormWeights | None, NormWeights, NormWeights],
     rotation: Rotation,
     rate: int,
     step: int,
@@ -308,8 +309,8 @@ def place_compressed(
     """`turn_heads` of queries, latents and entries, of which the last numbers rotate, and the store of both.
 
     q: [T, heads, d], latent, entries: [T, d], caches: as in `ops.compressed.entry_attention`, which finds
-    both then, slots: (of latents, of entries), firsts: [T], the positions of entries, norms: of queries,
-    latents, entries -> queries [T, heads, d]. `rate` 0: there are no entries.
+    both then, slots: (of latents, of entries), firsts: [T], the positions of entries, norms: of queries, if
+    these have one, of latents, of entries -> queries [T, heads, d]. `rate` 0: there are no entries.
     """
     given = (q, latent, entries, cache, packed, slots, positions, firsts, norms, rotation, rate, step)
     found: Tensor = _place_compressed(turn_heads.reference, *given)
@@ -327,7 +328,7 @@ def _place_compressed(
     slots: tuple[Tensor, Tensor],
     positions: Tensor,
     firsts: Tensor | None,
-    norms: tuple[NormWeights, NormWeights, NormWeights],
+    norms: tuple[NormWeights | None, NormWeights, NormWeights],
     rotation: Rotation,
     rate: int,
     step: int,
@@ -349,7 +350,8 @@ def _entry_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     cache, packed = (_cache(case, (3, ROWS // 3 // n, dim), dtype, device) for n in (1, step))
     places = torch.randperm(ROWS // step, device=device)[:tokens] * step + step - 1
     positions = torch.randint(0, 500, (), device=device) + torch.arange(tokens, device=device)
-    norms = tuple(_random_norm(dim, device) for _ in range(3))
+    q_norm, *others = (_random_norm(dim, device) for _ in range(3))
+    norms = (q_norm if case.get("has_norm", True) else None, *others)
     rotation = _random_rotation(case["pairs"], case.get("interleaved", False), device)
     known = (entries, positions // rate * rate) if rate else (None, None)
     given = (q, latent, known[0], cache, packed if rate else None, (places.flip(0), places))

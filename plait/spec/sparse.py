@@ -29,7 +29,8 @@ class CompressorSpec:
 
     `parts` 2: entries overlap, each is over its own window and the one before. `norm`, `rope`: of entries.
     `is_mean`: by their mean, and the first numbers of entries are rotated, not the last (Qwen4-Exp).
-    `norms_tokens`: the norm is of what becomes entries, not of these (GLM-5.3).
+    `norms_tokens`: the norm is of what becomes entries, not of these (GLM-5.3). `has_bias`: logits have one
+    for each place in the window. With a `rate` of 1 every token is an entry, and there are no logits.
     """
 
     rate: int
@@ -38,6 +39,7 @@ class CompressorSpec:
     rope: RopeSpec | None
     is_mean: bool = False
     norms_tokens: bool = False
+    has_bias: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,3 +126,29 @@ class CompressedSpec(Recurrent):
     out_rank: int
     compressor: CompressorSpec | None = None
     indexer: EntryIndexSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateSpec:
+    """The `count` blocks of `size` entries of which later layers choose theirs: those with the largest score.
+
+    `source`: the mixer that chooses these blocks; "": this one.
+    """
+
+    count: int
+    size: int
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedCompressedSpec(CompressedSpec):
+    """The same, where layers share entries, and what is chosen of them (DeepSeek-V4.1).
+
+    `source`: the mixer that makes entries and their index keys, `chooser`: the one that chooses; "": this
+    one. Index keys are made of entries, before these are rotated. Heads have no norm. `compressor` None:
+    there are no entries, and the `indexer` of every other layer is that of its chooser.
+    """
+
+    source: str = ""
+    chooser: str = ""
+    candidates: CandidateSpec | None = None

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from plait.kernels.torch import front
-from plait.kernels.torch.compressed import attend, choose
+from plait.kernels.torch.compressed import attend, choose, choose_among, choose_in_blocks
+from plait.ops.candidates import choose_among_blocks, choose_entry_blocks
 from plait.ops.compressed import choose_entries, entry_attention
 from plait.ops.front import begin_slots, front_attention
 from plait.ops.registry import Op
@@ -51,6 +52,18 @@ def test_decodes_choose_the_entries_that_prompts_choose(case: Any) -> None:
     whole, alone, last = decodes(choose_entries, case)
     want = choose_entries.reference(*whole)[last]
     assert torch.equal(choose(*alone), want)
+
+
+@pytest.mark.parametrize("case", choose_entry_blocks.cases, ids=str)
+def test_decodes_choose_the_blocks_that_prompts_choose(case: Any) -> None:
+    whole, alone, last = decodes(choose_entry_blocks, case)
+    assert torch.equal(choose_in_blocks(*alone), choose_entry_blocks.reference(*whole)[last])
+
+
+@pytest.mark.parametrize("case", choose_among_blocks.cases, ids=str)
+def test_decodes_choose_the_entries_of_blocks_that_prompts_choose(case: Any) -> None:
+    whole, alone, last = decodes(choose_among_blocks, case)
+    assert torch.equal(choose_among(*alone), choose_among_blocks.reference(*whole)[last])
 
 
 @pytest.mark.parametrize("case", entry_attention.cases, ids=str)

@@ -8,6 +8,7 @@ import torch
 from plait.ops import attention
 from plait.ops.attention import visible
 from plait.ops.block_sparse import block_sparse_attention, choose_blocks
+from plait.ops.candidates import choose_among_blocks, choose_entry_blocks
 from plait.ops.compressed import choose_entries, entry_attention
 from plait.ops.indexer import choose_keys, sparse_latent_attention
 from plait.ops.registry import Op
@@ -15,7 +16,7 @@ from tests.ops.test_variants import copied
 
 OPS = [
     *(choose_keys, sparse_latent_attention, choose_entries, entry_attention),
-    *(choose_blocks, block_sparse_attention),
+    *(choose_blocks, block_sparse_attention, choose_entry_blocks, choose_among_blocks),
 ]
 
 

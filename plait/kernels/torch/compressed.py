@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from plait.kernels.torch.paged_rows import gather_rows, list_window
 from plait.ops.attention import share_softmax, write_paged
+from plait.ops.candidates import choose_among_blocks, choose_entry_blocks
 from plait.ops.compressed import choose_entries, entry_attention
 from plait.ops.entry import latent_form
 from plait.ops.indexer import NONE, sort_chosen
@@ -22,6 +24,8 @@ NAME = "torch"
 def register() -> None:
     """Offer them on GPUs. Doing so twice changes nothing."""
     choose_entries.variant(NAME, on="cuda")(choose)
+    choose_entry_blocks.variant(NAME, on="cuda")(choose_in_blocks)
+    choose_among_blocks.variant(NAME, on="cuda")(choose_among)
     entry_attention.variant(NAME, on="cuda")(attend)
 
 
@@ -44,17 +48,79 @@ def choose(
         return choose_entries.reference(q, weights, entries, cache, *where, top_k, rate, step)  # type: ignore[no-any-return]
     _store_ended(cache, entries, slot_mapping, seq_lens, rate, step)
     count = (seq_lens // rate)[:, None]  # entries that a token sees
+    scores = _score(q, weights, cache, block_table, count, rate, step)
+    return _take_best(scores, count, top_k)
+
+
+def _score(
+    q: Tensor, weights: Tensor, cache: Tensor, block_table: Tensor, count: Tensor, rate: int, step: int
+) -> Tensor:
+    """Scores of all entries that block tables have memory for, -inf behind the first `count`: [T, most]."""
     places = _list_entries(cache, block_table, step, rate)
-    most = len(places)
     known = gather_rows(cache, block_table, (places // step).expand(len(q), -1)).float()  # [T, most, d]
     scores = torch.einsum("thd,tkd->thk", q.float(), known).relu()
     scores = torch.einsum("th,thk->tk", weights.float(), scores)
-    unseen = torch.arange(most, device=q.device) >= count
     # What lies in memory behind a sequence may be no number: it comes last all the same.
-    order = scores.masked_fill(unseen, -math.inf).sort(descending=True, stable=True).indices[:, :top_k]
-    chosen = torch.full((len(q), top_k), NONE, dtype=torch.int32, device=q.device)
-    chosen[:, : order.shape[1]] = sort_chosen(order, order >= count, most)
+    return scores.masked_fill(torch.arange(len(places), device=q.device) >= count, -math.inf)
+
+
+def _take_best(scores: Tensor, count: Tensor, top_k: int, is_left: Tensor | None = None) -> Tensor:
+    """The columns of the `top_k` best of the first `count` scores that `is_left` has; rising, then NONE."""
+    chosen = torch.full((len(scores), top_k), NONE, dtype=torch.int32, device=scores.device)
+    order = scores.sort(descending=True, stable=True).indices[:, :top_k]
+    unseen = order >= count
+    unseen = unseen if is_left is None else unseen | ~is_left.gather(1, order)
+    chosen[:, : order.shape[1]] = sort_chosen(order, unseen, scores.shape[1])
     return chosen
+
+
+def choose_in_blocks(
+    q: Tensor,
+    weights: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    top_k: int,
+    size: int,
+    rate: int,
+    step: int,
+) -> Tensor:
+    """`choose_entry_blocks`: the same arguments and result."""
+    if len(q) != len(seq_lens):
+        where = (block_table, query_start, seq_lens)
+        return choose_entry_blocks.reference(q, weights, cache, *where, top_k, size, rate, step)  # type: ignore[no-any-return]
+    count = (seq_lens // rate)[:, None]
+    scores = _score(q, weights, cache, block_table, count, rate, step)
+    scores = F.pad(scores, (0, -scores.shape[1] % size), value=-math.inf).unflatten(1, (-1, size)).amax(2)
+    newest = torch.arange(scores.shape[1], device=q.device) == (count - 1) // size
+    return _take_best(scores.masked_fill(newest, math.inf), (count + size - 1) // size, top_k)
+
+
+def choose_among(
+    q: Tensor,
+    weights: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    blocks: Tensor,
+    top_k: int,
+    size: int,
+    rate: int,
+    step: int,
+) -> Tensor:
+    """`choose_among_blocks`: the same arguments and result."""
+    if len(q) != len(seq_lens):
+        where = (block_table, query_start, seq_lens, blocks)
+        return choose_among_blocks.reference(q, weights, cache, *where, top_k, size, rate, step)  # type: ignore[no-any-return]
+    count = (seq_lens // rate)[:, None]
+    scores = _score(q, weights, cache, block_table, count, rate, step)
+    most = -(-scores.shape[1] // size)
+    of = torch.where(blocks == NONE, most, blocks).long()
+    is_left = torch.zeros(len(q), most + 1, dtype=torch.bool, device=q.device).scatter_(1, of, True)
+    is_left = is_left[:, torch.arange(scores.shape[1], device=q.device) // size]
+    return _take_best(scores.masked_fill(~is_left, -math.inf), count, top_k, is_left)
 
 
 def attend(

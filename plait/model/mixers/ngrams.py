@@ -1,4 +1,4 @@
-"""Hashed n-grams (Qwen4-Exp, DeepSeek-V4.1): embeddings of the last tokens, added to streams that they match."""
+"""Hashed n-grams (Qwen4-Exp, DeepSeek-V4.1): embeddings of the last tokens, added to streams they match."""
 
 from __future__ import annotations
 

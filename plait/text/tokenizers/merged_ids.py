@@ -1,8 +1,8 @@
 """Ids of tokens that are alike but for case, accents and spaces: hashes of n-grams take one for all of them.
 
-A token's text is brought to one form (NFKC, without accents, in lower case, with single spaces). Tokens of one
-form get one number, in the order of their first ids. A token that is a part of a character has its bytes as
-its form.
+A token's text is brought to one form (NFKC, without accents, in lower case, with single spaces). Tokens of
+one form get one number, in the order of their first ids. A token that is a part of a character has its bytes
+as its form.
 """
 
 from __future__ import annotations

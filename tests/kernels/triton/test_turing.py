@@ -26,7 +26,7 @@ UNITS = ("HMMA", "HGMMA")
 MULTIPLY = {
     "linear", "map_heads", "experts", "paged_attention", "paged_latent_attention", "relative_attention",
     "choose_entries", "entry_attention", "front_attention", "choose_keys", "sparse_latent_attention",
-    "choose_blocks", "block_sparse_attention",
+    "choose_blocks", "block_sparse_attention", "choose_entry_blocks", "choose_among_blocks",
 }  # fmt: skip
 CHUNKS = ("delta_chunks", "mamba2_chunks")  # which refuse by themselves: the scans walk there
 # What multiplies without an op of its own: `glu`, over weights that `linear` has packed.

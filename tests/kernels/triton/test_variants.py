@@ -26,7 +26,7 @@ FEW = 2  # cases of an op that are no slow ones, one in a sample: the interprete
 ONE = {
     *("experts", "raw_mamba3_scan", "mamba3_scan", "mamba2_scan", "mamba2_scan_from_dt"),
     *("mamba1_scan", "gated_mamba1_scan", "gated_delta_scan", "delta_scan_from_gates"),
-    *("choose_entries", "entry_attention", "front_attention"),
+    *("choose_entries", "entry_attention", "front_attention", "choose_entry_blocks", "choose_among_blocks"),
 }
 
 

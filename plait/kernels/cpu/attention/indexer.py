@@ -83,6 +83,18 @@ def place_of_entry(table: Int, w: Int, units: Int, every: Int) -> Int:
     return find_entry(table, units, w * every + every - 1)
 
 
+@inline
+def score_key(q: Int, q_head: Int, weights: Int, key: Int, heads: Int, d: Int, size: Int) -> Float:
+    """Σ_h weights_h · relu(q_h · key)."""
+    score: Float = np.float32(0.0)
+    for h in range(heads):
+        product = index_product(q + h * q_head, key, d, size)
+        weight = get_f32(weights + 4 * h)
+        if not product < np.float32(0.0):  # what is no number stays none
+            score = np.float32(score + np.float32(weight * product))
+    return score
+
+
 @kernel
 def score_entries(frame: int, args: int, thread: int, threads: int) -> None:
     """q, its strides, weights, their stride, cache, bytes of a number, table, bytes of its rows, query_start,
@@ -100,12 +112,7 @@ def score_entries(frame: int, args: int, thread: int, threads: int) -> None:
         for at in range(begin, n, threads * SPLIT):
             for w in range(at, min(at + SPLIT, n)):
                 key = cached + place_of_entry(table + s * table_row, w, units, every) * d * size
-                score: Float = np.float32(0.0)
-                for h in range(heads):
-                    product = index_product(q + r * q_row + h * q_head, key, d, size)
-                    weight = get_f32(weights + r * w_row + 4 * h)
-                    if not product < np.float32(0.0):  # what is no number stays none
-                        score = np.float32(score + np.float32(weight * product))
+                score = score_key(q + r * q_row, q_head, weights + r * w_row, key, heads, d, size)
                 put_f32(scores + 4 * (r * most + w), score)
 
 

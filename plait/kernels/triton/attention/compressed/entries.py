@@ -86,7 +86,8 @@ def attend_entries(
     """q: [T, H, D] -> out [T, H, D]. Grid: (T, blocks of BM heads, parts or 1).
 
     near, far: block tables of latents and of entries, of which a block has PAGE / STEP; chosen: [T, TOP_K],
-    or all of RATE tokens that have ended; RATE 0: there are no entries, 1: they are latents, and WINDOW is 0.
+    or all of RATE tokens that have ended; RATE 0: there are no entries. With a WINDOW of 0 and a RATE of 1
+    they are latents.
     part: [programs, BM, DP] float32.
     """
     await_previous()
@@ -97,8 +98,8 @@ def attend_entries(
     if TOP_K:
         known = tl.minimum(known, TOP_K)
     raw: tl.constexpr = (WINDOW + PART - 1) // PART
-    width: tl.constexpr = WIDTH if RATE == 1 else D
-    group: tl.constexpr = GROUP if RATE == 1 else 0
+    width: tl.constexpr = WIDTH if RATE == 1 and WINDOW == 0 else D
+    group: tl.constexpr = GROUP if RATE == 1 and WINDOW == 0 else 0
     splits = raw + (known + PART - 1) // PART
     first, last, slot = split * 0, splits, split * 0 - 1
     if tl.num_programs(2) > 1:

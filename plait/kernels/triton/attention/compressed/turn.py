@@ -115,7 +115,7 @@ def place_turned_rows(
     q, latent, entries, q_weight, latent_weight, entry_weight, inv_freq, positions, firsts, near_slots,
     far_slots, out, cache, packed, q_row, q_head, latent_row, entry_row, q_eps, latent_eps, entry_eps, mscale,
     H: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, PAIRSP: tl.constexpr, RESTP: tl.constexpr,
-    HB: tl.constexpr, RATE: tl.constexpr, STEP: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HB: tl.constexpr, RATE: tl.constexpr, STEP: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """See `ops.place.place_compressed`. Grid: (T, 2 + blocks of HB heads): the latent, the entry, queries."""
     await_previous()
@@ -143,7 +143,7 @@ def place_turned_rows(
         head = (p - 2) * HB + within
         a, b, rest = turn_tile(
             q + row * q_row + head * q_head, q_weight, q_weight, position, inv_freq, head < H, j, r,
-            q_eps, mscale, D, PAIRS, RESTP, True, False, False, True, INTERLEAVED,
+            q_eps, mscale, D, PAIRS, RESTP, NORM, False, False, True, INTERLEAVED,
         )  # fmt: skip
         to = out + (row * H + head) * D
         store_tile(to, out, a, b, rest, head < H, j, r, D, PAIRS, RESTP, True, INTERLEAVED)
@@ -201,7 +201,7 @@ def place(
     slots: tuple[Tensor, Tensor],
     positions: Tensor,
     firsts: Tensor | None,
-    norms: tuple[NormWeights, NormWeights, NormWeights],
+    norms: tuple[NormWeights | None, NormWeights, NormWeights],
     rotation: Rotation,
     rate: int,
     step: int,
@@ -211,20 +211,23 @@ def place(
     entries = latent if entries is None else pack_rows(entries)
     (tokens, heads, dim), packed = q.shape, cache if packed is None else packed
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    sizes = _place_sizes(heads, dim, len(rotation.inv_freq), rotation.interleaved)
+    sizes = _place_sizes(heads, dim, len(rotation.inv_freq), norms[0], rotation.interleaved)
+    each = (norms[0] or norms[1], *norms[1:])
     launch(
         place_turned_rows, (tokens, 2 + -(-heads // sizes["HB"])), q, latent, entries,
-        *(norm.weight for norm in norms), rotation.inv_freq, positions,
+        *(norm.weight for norm in each), rotation.inv_freq, positions,
         positions if firsts is None else firsts, *slots, out, cache, packed, q.stride(0), q.stride(1),
-        latent.stride(0), entries.stride(0), *(norm.eps for norm in norms), rotation.mscale, RATE=rate,
+        latent.stride(0), entries.stride(0), *(norm.eps for norm in each), rotation.mscale, RATE=rate,
         STEP=step, **sizes,
     )  # fmt: skip
     return out
 
 
-def _place_sizes(heads: int, dim: int, pairs: int, is_interleaved: bool) -> dict[str, int]:
-    given = _constants(heads, dim, pairs, None, is_interleaved, True)
-    return {name: value for name, value in given.items() if name not in ("NORM", "LAYER", "BIAS", "LAST")}
+def _place_sizes(
+    heads: int, dim: int, pairs: int, norm: NormWeights | None, is_interleaved: bool
+) -> dict[str, int]:
+    given = _constants(heads, dim, pairs, norm, is_interleaved, True)
+    return {name: value for name, value in given.items() if name not in ("LAYER", "BIAS", "LAST")}
 
 
 POINTERS = {
@@ -259,8 +262,9 @@ def forms() -> Iterator[KernelForm]:
         yield KernelForm(f"turn_head_rows, {name}", turn_head_rows, POINTERS, constants, warps)
     wide = dict.fromkeys(("cache", "packed"), "fp32*")
     narrow = dict.fromkeys(("out", "q", "latent", "entries"), "fp32*")
-    for name, rate in (("", 4), (", window", 0)):
-        constants = _place_sizes(64, 512, 32, True) | {"RATE": rate, "STEP": 4 if rate else 1}
+    norm = NormWeights(numbers, None, 1e-6, False)
+    for name, rate, own in (("", 4, norm), (", window", 0, norm), (", heads without norm", 1, None)):
+        constants = _place_sizes(64, 512, 32, own, True) | {"RATE": rate, "STEP": max(rate, 1)}
         warps = constants.pop("num_warps")
         for kept, types in (("", {}), (" over float32", wide), (", float32 over bfloat16", narrow)):
             full = f"place_turned_rows{name}{kept}"
