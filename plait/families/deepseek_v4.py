@@ -67,14 +67,14 @@ def deepseek_v4(c: Config) -> tuple[ModelSpec, NameMap]:
     require(c, "DeepSeek-V4", scoring_func=("sqrtsoftplus", "softmax", "sigmoid"))
     each, kinds = norm(c), _find_kinds(c)
     layers = [
-        (BranchSpec("attn", _attention(c, kind), each), BranchSpec("ffn", _experts(c, i), each))
+        (BranchSpec("attn", _attention(c, kind), each), BranchSpec("ffn", build_experts(c, i), each))
         for i, kind in enumerate(kinds)
     ]
     hyper = HyperSpec(
         c["hc_mult"], NormSpec(c["norm_eps"], weight=False), c["hc_eps"], rounds=c["hc_sinkhorn_iters"]
     )
     ignored = unused_patterns(c, r"(^|\.)mtp\.")
-    names = NameMap(_stream_names(c["hc_mult"]), move_inside(_names(c), BRANCHES), ignored=ignored)
+    names = NameMap(stream_names(c["hc_mult"]), move_inside(_names(c), BRANCHES), ignored=ignored)
     return over_streams(model(c, "deepseek_v4", layers), hyper), names
 
 
@@ -95,7 +95,7 @@ def _find_kinds(c: Config) -> list[str]:
     return kinds
 
 
-def _rope(c: Config, kind: str) -> RopeSpec:
+def compressed_rope(c: Config, kind: str) -> RopeSpec:
     """Layers without a compressor have a base of their own, and no scaling."""
     share = c.get("partial_rotary_factor")  # comes first, as in transformers
     dim = int(c["head_dim"] * share) if share else c.get("qk_rope_head_dim") or c["head_dim"] // 8
@@ -113,7 +113,7 @@ def _rope(c: Config, kind: str) -> RopeSpec:
 
 
 def _attention(c: Config, kind: str) -> CompressedSpec:
-    each, turn, dim = norm(c), _rope(c, kind), c["head_dim"]
+    each, turn, dim = norm(c), compressed_rope(c, kind), c["head_dim"]
     rates = {**RATES, **(c.get("compress_rates") or {})}
     rates |= {
         name: c[key]
@@ -137,7 +137,8 @@ def _attention(c: Config, kind: str) -> CompressedSpec:
     )
 
 
-def _experts(c: Config, i: int) -> MoeSpec:
+def build_experts(c: Config, i: int) -> MoeSpec:
+    """The experts of layer i, with those that serve all tokens."""
     size, words = c["moe_intermediate_size"], c.get("mlp_layer_words")
     expert, shared = (MlpSpec(n, "swiglu_cut_10") for n in (size, size * c["num_shared_experts"]))
     router = RouterSpec(c["scoring_func"], True, 1e-20, float(c["routed_scaling_factor"]))
@@ -160,7 +161,10 @@ def _names(c: Config) -> Rules:
     prefixes = ("model.", "")
     return {
         **ends,
-        **at(prefixes, lambda p: either(_layer(c, f"{p}layers.{{i}}"), _first_layer(c, f"{p}layers.{{i}}"))),
+        **at(
+            prefixes,
+            lambda p: either(_layer(c, f"{p}layers.{{i}}"), first_layer_names(c, f"{p}layers.{{i}}")),
+        ),
     }
 
 
@@ -189,7 +193,8 @@ def _layer(c: Config, layer: str) -> Rules:
     }
 
 
-def _first_layer(c: Config, layer: str) -> Rules:
+def first_layer_names(c: Config, layer: str) -> Rules:
+    """Of a layer as the first files have it."""
     attn, ours, own = f"{layer}.attn", "layers.{i}.attn", ("wkv", "wgate", "ape", "norm")
     found: dict[str, Source | tuple[Source, ...]] = {
         f"{ours}.norm": f"{layer}.attn_norm",
@@ -224,7 +229,8 @@ def _moe(c: Config, theirs: str, shared: dict[str, str], bias: str) -> Rules:
     }
 
 
-def _stream_names(count: int) -> Rules:
+def stream_names(count: int) -> Rules:
+    """Of the tensors by which branches and the last norm read streams."""
     found = dict[str, Source | tuple[Source, ...]]()
     for name in BRANCHES:
         places = [f"{prefix}layers.{{i}}." for prefix in ("model.", "")]

@@ -74,7 +74,7 @@ def _block_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     return (q, weights, cache, table, *seqs, case["top_k"], case["size"], case["rate"], step), {}
 
 
-AMONG: list[Case] = [{**case, "count": case["top_k"], "top_k": 5} for case in BLOCKS]
+AMONG: list[Case] = [{**case, "blocks": case["top_k"], "top_k": 5} for case in BLOCKS]
 
 
 @op(cases=AMONG, is_product=True)
@@ -109,7 +109,7 @@ def choose_among_blocks(
 @choose_among_blocks.inputs
 def _among_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     given, _ = _block_inputs({**case, "top_k": 0}, dtype, device)
-    total, count, size = len(given[0]), case["count"], case["size"]
+    total, count, size = len(given[0]), case["blocks"], case["size"]
     blocks = torch.full((total, count), NONE, dtype=torch.int32)
     places = [t for length in case["seqs"] for t in range(length)]
     for row, at in zip(blocks, places, strict=True):

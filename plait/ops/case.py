@@ -84,6 +84,7 @@ class Sizes(TypedDict, total=False):
     is_last: bool  # of each head the last numbers rotate
     is_layer: bool
     is_placed: bool  # a cache has what is new
+    merges: bool  # ids are those that a table has for them
     normed: bool
     over: Literal["head", "each", "all"] | None
     rotates: bool

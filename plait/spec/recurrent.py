@@ -159,8 +159,8 @@ class NgramSpec(Recurrent):
 
     An n-gram of 2 tokens, of 3, and so on has `dim` numbers from each of its heads; `factors` and `sizes`
     hash it (`ops.ngrams.hash_ngrams`). `rows`: of the table. No n-gram reaches over a token `end`. `taps`:
-    of the convolution, `gap` tokens apart, 0: there is none. `norm`: of queries, keys and what is convolved,
-    in each of `streams`. `own`: of several ranks the hashes that this one looks up; None: all.
+    of the convolution, `gap` tokens apart, None: there is none. `norm`: of queries, keys and what is
+    convolved, in each of `streams`. `own`: of several ranks the hashes that this one looks up; None: all.
 
     With `merges` hashes are of merged ids: tokens that differ in case, accents or spaces alone have one
     (DeepSeek-V4.1). `end` is in front of a text then, and n-grams reach over it.
@@ -172,7 +172,7 @@ class NgramSpec(Recurrent):
     factors: tuple[int, ...]
     sizes: tuple[int, ...]
     end: int
-    taps: int
+    taps: int | None
     gap: int
     norm: NormSpec
     own: tuple[int, int] | None = None

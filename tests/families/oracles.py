@@ -19,6 +19,7 @@ from tests.families import (
     rwkv6_oracle,
     rwkv7_oracle,
     sambay_oracle,
+    v41_oracle,
 )
 from tests.families.coded_oracles import CODED
 from tests.families.hybrid_oracles import HYBRIDS
@@ -42,6 +43,7 @@ ORACLES: Mapping[str, tuple[Config, Callable[[Config], dict[str, Tensor]]]] = {
     "rwkv6_fla": (rwkv6_oracle.FLA, rwkv6_oracle.checkpoint),
     "rwkv7": (rwkv7_oracle.CONFIG, rwkv7_oracle.checkpoint),
     "sambay": (sambay_oracle.CONFIG, sambay_oracle.checkpoint),
+    "deepseek_v41": (v41_oracle.CONFIG, lambda _: v41_oracle.checkpoint(v41_oracle.TEXT)),
     **{name: (family.config, family.checkpoint) for name, family in CODED.items()},
     "pangu_ultra": (PANGU.config, PANGU.checkpoint),
     **{name: (family.config, family.checkpoint) for name, family in LOOPED.items()},

@@ -37,6 +37,23 @@ class TurnedHeads:
         return self._turn(x, positions, norm, self.rotation, self._is_last)  # type: ignore[no-any-return]
 
 
+def find_step(rate: int, size: int, w: Weights) -> int:
+    """How many tokens of a block share a place of entries."""
+    return math.gcd(rate, size, 4, w.target.block_size or 4)
+
+
+def keep_entries(size: int, step: int, w: Weights) -> PagedState:
+    """The memory of entries of `size` numbers, kept like keys."""
+    kept = "bfloat16" if w.target.kv_dtype in CODED else w.target.kv_dtype
+    return PagedState({"entry": (size // step,)}, dtype=kept)
+
+
+def find_entries(store: StateStore, name: str, size: int) -> Tensor:
+    """Where the entries of that state lie, [blocks, block_size / step, size]."""
+    cache = store[name]["entry"]
+    return cache.view(cache.shape[0], -1, size)
+
+
 class Compressor:
     """Entries of `size` numbers, one for `rate` tokens; with two `parts` each is over two windows.
 
@@ -46,9 +63,9 @@ class Compressor:
 
     def __init__(self, s: CompressorSpec, size: int, w: Weights) -> None:
         self.spec, self.size, self.name = s, size, w.prefix
-        wide, names = s.parts * size, ("kv",) if s.is_mean else ("kv", "gate")
+        wide, names = s.parts * size, ("kv",) if s.is_mean or s.rate == 1 else ("kv", "gate")
         self._into = w.linear(*names, in_size=w.target.hidden_size, out_sizes=(wide,) * len(names))
-        if s.is_mean:
+        if s.is_mean or not s.has_bias:
             self._bias = torch.zeros(s.rate, wide, device=w.target.device)
             self._even = torch.zeros(1, wide, dtype=w.target.dtype, device=w.target.device)
         else:
@@ -58,24 +75,28 @@ class Compressor:
         if s.rope:
             norm = None if s.norms_tokens else self.norm
             self._turn = TurnedHeads(s.rope, size, w, norm, is_last=not s.is_mean)
-        self._compress = w.bind(compress_tokens, size=size)
-        self.step = math.gcd(s.rate, size, 4, w.target.block_size or 4)
-        kept = "bfloat16" if w.target.kv_dtype in CODED else w.target.kv_dtype
-        self._entries = f"{self.name}.entries"
-        self.states: dict[str, State] = {
-            self.name: SlotState({"folded": ((2 * s.parts - 1, FOLDED, size), "float32")}),
-            self._entries: PagedState({"entry": (size // self.step,)}, dtype=kept),
-        }
+        self._compress = w.bind(compress_tokens, size=size) if s.rate > 1 else None
+        self.step = find_step(s.rate, size, w)
+        self._entries, self.states = f"{self.name}.entries", dict[str, State]()
+        if self._compress:
+            tensors = {"folded": ((2 * s.parts - 1, FOLDED, size), "float32")}
+            self.states[self.name] = SlotState(tensors)
+        self.states[self._entries] = keep_entries(size, self.step, w)
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden] -> [T, size]: entries in the rows of tokens that end a window."""
-        made, first = self.make(x, batch, store)
+        return self.finish(*self.make(x, batch, store))
+
+    def finish(self, made: Tensor, first: Tensor) -> Tensor:
+        """What `make` gives, normed and rotated."""
         if self._turn:
             return self._turn(made[:, None], first)[:, 0]
         return made if self.spec.norms_tokens else self.norm(made)
 
     def make(self, x: Tensor, batch: Batch, store: StateStore) -> tuple[Tensor, Tensor]:
         """Entries [T, size] before norm and rotation, and their positions [T]."""
+        if self._compress is None:
+            return self._into(x), batch.positions
         kv, gate = self._read(x)
         where = (batch.state_slots, batch.query_start, batch.has_history, batch.positions)
         made, first = self._compress(kv, gate, self._bias, store[self.name]["folded"], *where, self.spec.rate)
@@ -90,8 +111,7 @@ class Compressor:
 
     def cache(self, store: StateStore) -> Tensor:
         """Where entries lie, [blocks, block_size / step, size]."""
-        cache = store[self._entries]["entry"]
-        return cache.view(cache.shape[0], -1, self.size)
+        return find_entries(store, self._entries, self.size)
 
 
 class EntryIndexer:

@@ -74,7 +74,10 @@ class Ngrams:
         )
         self.conv = DepthwiseConv(w, wide, (s.taps - 1) * s.gap + 1) if s.taps else None
         self._conv_norm = Norm(s.norm, w.scope("conv_norm"), wide, s.streams) if s.taps else None
-        self._merged, self._end = _read_merged(s.merges, w, s.end) if s.merges else (None, s.end)
+        self._merged: Tensor | None = None
+        self._end = s.end
+        if s.merges:
+            self._merged, self._end = _read_merged(s.merges, w, s.end)
         sizes = torch.tensor(s.sizes, dtype=torch.int64)
         looked_up = int(sizes[self._own].sum())
         if s.end >= LARGEST_ID or looked_up > s.rows:

@@ -351,8 +351,13 @@ POINTERS = {
     "scale": "fp32",
 }
 CODES = {"cache": "i8*", "packed": "i8*", "words": "i16*"}
-# Tokens of an entry, entries that are chosen, the window: of DeepSeek-V4, and of GLM-5.3 the last one.
-NUMBERS = {"chosen": (4, 512, 128), "all": (128, 0, 128)}
+# Tokens of an entry, entries that are chosen, the window: of DeepSeek-V4, of V4.1, and of GLM-5.3 the last.
+NUMBERS = {
+    "chosen": (4, 512, 128),
+    "all": (128, 0, 128),
+    "chosen tokens": (1, 2048, 128),
+    "chosen pairs": (2, 2048, 128),
+}
 CODED = {"window of codes": (0, 0, 128), "chosen codes": (1, 2051, 0)}
 KINDS = {"bf16*": torch.bfloat16, "fp16*": torch.float16, "fp32*": torch.float32, "i8*": torch.int8}
 
@@ -385,9 +390,9 @@ def _forms_of(
     """layer: as in NUMBERS; size: `S` of `find_row`."""
     (rate, top_k, window), dtype, kept = layer, KINDS[types["q"]], KINDS[types["cache"]]
     codes = latent_codes(512, 0) if kept == torch.int8 else None
-    few = {"S": size, "RATE": rate, "STEP": 4 if rate > 1 else 1}
+    few = {"S": size, "RATE": rate, "STEP": min(max(rate, 1), 4)}
     constants, more = split_options(_constants(64, 512, window, kept, dtype, codes))
-    stored = few if rate > 1 else few | {"RATE": 0}
+    stored = few if rate and window else few | {"RATE": 0}
     yield KernelForm(f"store_entries, {name}", store_entries, types, stored | _store_sizes(constants))
     demands = (() if dtype == torch.float32 else ("HMMA", "HGMMA"), ("LDG.128", "LDGSTS.128"))
     sizes = constants | few | {"TOP_K": top_k, "PAGE": 64, "SINKS": window > 0}
