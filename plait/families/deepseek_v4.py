@@ -95,7 +95,7 @@ def _find_kinds(c: Config) -> list[str]:
     return kinds
 
 
-def compressed_rope(c: Config, kind: str) -> RopeSpec:
+def build_compressed_rope(c: Config, kind: str) -> RopeSpec:
     """Layers without a compressor have a base of their own, and no scaling."""
     share = c.get("partial_rotary_factor")  # comes first, as in transformers
     dim = int(c["head_dim"] * share) if share else c.get("qk_rope_head_dim") or c["head_dim"] // 8
@@ -113,7 +113,7 @@ def compressed_rope(c: Config, kind: str) -> RopeSpec:
 
 
 def _attention(c: Config, kind: str) -> CompressedSpec:
-    each, turn, dim = norm(c), compressed_rope(c, kind), c["head_dim"]
+    each, turn, dim = norm(c), build_compressed_rope(c, kind), c["head_dim"]
     rates = {**RATES, **(c.get("compress_rates") or {})}
     rates |= {
         name: c[key]

@@ -17,8 +17,8 @@ from plait.families.config.normalize import FULL, SLIDING, Config
 from plait.families.deepseek_v4 import (
     BRANCHES,
     LIMIT,
+    build_compressed_rope,
     build_experts,
-    compressed_rope,
     first_layer_names,
     stream_names,
 )
@@ -119,7 +119,7 @@ def _list_layers(c: Config, key: str, count: int) -> set[int]:
 
 
 def _build_layer(c: Config, i: int, rate: int, source: int, chooser: int) -> SharedCompressedSpec:
-    each, turn, dim = norm(c), compressed_rope(c, FULL if rate else SLIDING), c["head_dim"]
+    each, turn, dim = norm(c), build_compressed_rope(c, FULL if rate else SLIDING), c["head_dim"]
     heads, groups = c["num_attention_heads"], c["o_groups"]
     compressor = CompressorSpec(rate, 1, each, turn, has_bias=False) if rate else None
     indexer = EntryIndexSpec(c["index_n_heads"], c["index_head_dim"], c["index_topk"]) if rate else None
@@ -174,14 +174,14 @@ def _ngrams(c: Config) -> dict[int, tuple[BranchSpec]]:
     ):
         raise UnsupportedModel(
             f"{heads} heads of n-grams up to {longest} tokens in {len(layers)} layers, of {base} rows or "
-            f"more, over {ids} merged ids of {c['vocab_size']}, with token {c['engram_pad_token_id']} in front: "
+            f"more, over {ids} merged ids of {c['vocab_size']}, with {c['engram_pad_token_id']} in front: "
             f"known are up to {MOST} of both, {MOST_HASHES} of them in all layers, and {MOST_ROWS} rows"
         )
     known = {*range(c["num_hidden_layers"])}
     if len({*layers}) != len(layers) or len(tables) != len(layers) or not {*layers} <= known:
         raise UnsupportedModel(
-            f"engram_layer_ids {layers!r:.80} and engram_num_embeddings {tables!r:.80} must name layers once, "
-            "and a number of rows for each"
+            f"engram_layer_ids {layers!r:.80} and engram_num_embeddings {tables!r:.80} must name layers "
+            "once, and a number of rows for each"
         )
     primes, found = primes_from(base), dict[int, tuple[BranchSpec]]()
     for layer, rows in zip(layers, tables, strict=True):

@@ -93,8 +93,7 @@ class Decoder:
         self.branches = [Branch(b, weights.scope(name), s.hidden_size) for name, b in s.branches()]
         self.norm = build_last_norm(s, self.streams, weights)
         self.head = LmHead(s, weights)
-        self._take_rows = weights.bind(take_rows)
-        self.adapters = weights.target.adapters
+        self._take_rows, self.adapters = weights.bind(take_rows), weights.target.adapters
         self.states: dict[str, State] = {k: v for branch in self.branches for k, v in branch.states.items()}
         self._keeps_embeddings = any(getattr(b.mixer, "reads_embeddings", False) for b in self.branches)
         if s.front:
