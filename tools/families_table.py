@@ -74,6 +74,11 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ("glm5_next",),
     ),
     ("DeepSeek-V4", "attention to compressed keys, MoE, mixed residual streams", ("deepseek_v4",)),
+    (
+        "DeepSeek-V4.1 (text)",
+        "attention to compressed keys that layers share, MoE, mixed residual streams, n-grams",
+        ("deepseek_v41",),
+    ),
     ("Hy4", "gated MLA with an indexer, MoE, residual streams", ("hy_v4",)),
     ("Hy4-VL (text)", "gated MLA with an indexer, MoE, residual streams", ("hy_v4_vl_text",)),
     ("dots3 note (text)", "gated MLA, local or with an indexer, MoE", ("dots3_note_text",)),

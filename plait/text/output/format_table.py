@@ -30,7 +30,9 @@ from plait.text.output.reasoning import (
 )
 from plait.text.output.tagged_calls import (
     DSML,
+    DSML_APART,
     DSML_V32,
+    DSML_V41,
     DSML_WORD,
     GCML,
     GCML_WORD,
@@ -82,6 +84,7 @@ FORMATS: Mapping[str, ToolFormat] = {
     form.name: form
     for form in (
         ToolFormat("dsml_v32", _dsml, DSML_V32.frame(), signs=((DSML_WORD, "function_calls"),)),
+        ToolFormat("dsml_v41", DSML_V41.syntax(), DSML_V41.frame(), signs=((f"{DSML_APART}calls",),)),
         ToolFormat("dsml", _dsml, DSML.frame(), signs=((DSML_WORD,),), tokens=(DSML_WORD,)),
         ToolFormat("gcml", GCML.syntax(), GCML.frame(), signs=((GCML_WORD,),), tokens=(GCML_WORD,)),
         _make_tagged("minimax_m2"),

@@ -274,6 +274,8 @@ def _make_markup(word: str, begin: str) -> TaggedCalls:
 
 DSML_V32, DSML = (_make_markup(DSML_WORD, begin) for begin in ("function_calls", "tool_calls"))
 GCML = _make_markup(GCML_WORD, "tool_calls")
+DSML_APART = f"{DSML_WORD} "
+DSML_V41 = _make_markup(DSML_APART, "calls")
 MINIMAX = _invokes("", "<minimax:tool_call>", "</minimax:tool_call>")
 STEP3 = TaggedCalls(
     "<｜tool_calls_begin｜>",

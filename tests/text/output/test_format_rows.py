@@ -49,6 +49,7 @@ def test_a_damaged_call_never_raises_and_gives_no_broken_arguments(name: str, st
         ("{{ tools }}'<' + '｜DSML｜' + 'function_calls>'</think>", (), "dsml_v32", "think"),
         ("{{ tools }}<｜DSML｜tool_calls></think>", (), "dsml", "think"),
         ("{{ tools }}<｜GCML｜tool_calls></think>", (), "gcml", "think"),
+        ("{{ tools }}<｜DSML｜ calls></think>", (), "dsml_v41", "think"),
         ("{{ tools }}<minimax:tool_call><invoke name=</think>", (), "minimax_m2", "think"),
         ("{{ tools }}<seed:tool_call><function=f></function></seed:think>", (), "seed_oss", "seed"),
         ('<｜tool_calls_begin｜><steptml:invoke name="f"></think>', (), "step3", "think"),

@@ -224,6 +224,7 @@ FAMILIES: dict[str, list[Form]] = {
     "A.X K1": [Form(TURNS)],
     "A.X K2": [Form(TURNS)],
     "DeepSeek-V4": [named("{{ tools }}<｜DSML｜tool_calls></think>", "dsml", "think")],
+    "DeepSeek-V4.1 (text)": [named("{{ tools }}<｜DSML｜ calls></think>", "dsml_v41", "think")],
     "Hy4": [Form(TURNS)],
     "Hy4-VL (text)": [Form(TURNS)],
     "dots3 note (text)": [Form(TURNS)],

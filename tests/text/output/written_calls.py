@@ -116,6 +116,7 @@ WRITERS: dict[str, Writer] = {
     "dsml_v32": dsml("function_calls"),
     "dsml": dsml("tool_calls"),
     "gcml": dsml("tool_calls", G),
+    "dsml_v41": dsml("calls", f"{D} "),
     "minimax_m2": invokes("", "<minimax:tool_call>", "</minimax:tool_call>"),
     "seed_oss": tags(
         "<function={n}>\n",
