@@ -263,7 +263,9 @@ def forms() -> Iterator[KernelForm]:
     wide = dict.fromkeys(("cache", "packed"), "fp32*")
     narrow = dict.fromkeys(("out", "q", "latent", "entries"), "fp32*")
     norm = NormWeights(numbers, None, 1e-6, False)
-    for name, rate, own in (("", 4, norm), (", window", 0, norm), (", heads without norm", 1, None)):
+    bare = ", heads without norm"
+    layers = (("", 4, norm), (", window", 0, norm), (bare, 1, None), (f", window{bare}", 0, None))
+    for name, rate, own in layers:
         constants = _place_sizes(64, 512, 32, own, True) | {"RATE": rate, "STEP": max(rate, 1)}
         warps = constants.pop("num_warps")
         for kept, types in (("", {}), (" over float32", wide), (", float32 over bfloat16", narrow)):
