@@ -220,7 +220,7 @@ def _names(c: Config, prefix: str) -> Rules:
         f"{NGRAMS}.value.weight": part(1, sizes, f"{theirs}.wkv.weight"),
         f"{NGRAMS}.query_norm.weight": flat(f"{theirs}.q_weight"),
         f"{NGRAMS}.key_norm.weight": flat(f"{theirs}.k_weight"),
-        f"{NGRAMS}.ids": f"{prefix}engram.token_map",
+        f"{NGRAMS}.ids": f"{theirs}.token_map",  # in files of ours alone
         f"{INDEX}.k": f"{layer}.attn.indexer.wk",
         f"{INDEX}.k_norm": f"{layer}.attn.indexer.k_norm",
         **first_layer_names(c, layer),

@@ -112,7 +112,7 @@ def checkpoint(c: Config) -> dict[str, Tensor]:
         for name, shape in shapes(c)
     }
     merged = torch.randint(0, c["engram_compressed_vocab_size"], (c["vocab_size"],), generator=made)
-    return {**found, "engram.token_map": merged}
+    return {**found, **{f"layers.{i}.engram.token_map": merged for i in c["engram_layer_ids"]}}
 
 
 def rms(x: Tensor, weight: Tensor | float, eps: float) -> Tensor:
@@ -137,7 +137,7 @@ def logits(c: Config, t: Tensors, ids: Tensor) -> Tensor:
     for i in range(c["num_hidden_layers"]):
         w = {k.removeprefix(f"layers.{i}."): v for k, v in t.items() if k.startswith(f"layers.{i}.")}
         if i in c["engram_layer_ids"]:
-            x = x + engram(c, w, i, x, hash_rows(c, t["engram.token_map"].tolist(), ids.tolist(), i))
+            x = x + engram(c, w, i, x, hash_rows(c, w["engram.token_map"].tolist(), ids.tolist(), i))
         for part in ("attn", "ffn"):
             pre, post, mixed = weigh(c, w, part, x)
             y = rms((read[..., None] * x).sum(1), w[f"{part}_norm.weight"], eps)

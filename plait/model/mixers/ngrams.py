@@ -116,10 +116,11 @@ class Ngrams:
 
 def _read_merged(s: MergedIdsSpec, w: Weights, end: int) -> tuple[Tensor, int]:
     """The table of merged ids, and what it has for the token `end`. Raises CheckpointError."""
-    if "ids" in w or w.target.merge_ids is None:
+    make = w.target.merge_ids
+    if "ids" in w or make is None:
         table = w.tensor("ids", (s.tokens,), torch.int64)
     else:
-        table = w.target.merge_ids(s).to(w.target.device)
+        table = w.shared(f"ids merged to {s.count}", lambda w: make(s).to(w.target.device))
     if table.device.type == "meta":
         return table, 0
     if not (int(table.min()) >= 0 and int(table.max()) < s.count):
