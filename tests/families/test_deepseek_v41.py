@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
+from plait.checkpoint.quantized.packed import QuantizedCheckpoint
+from plait.checkpoint.quantized.scheme import find_scheme
+from plait.checkpoint.readers.safetensors import SafetensorsFiles
 from plait.errors import CheckpointError, UnsupportedModel
 from plait.families.common.registry import build_spec
 from plait.families.config.checks import check_spec
@@ -146,3 +152,45 @@ def test_ranks_divide_groups_of_heads_and_hashes_and_keep_entries_whole() -> Non
 def test_what_a_config_cannot_mean_is_refused_by_name(change: dict[str, object], why: str) -> None:
     with pytest.raises(UnsupportedModel, match=why):
         check_spec(build_spec({**CONFIG, "text_config": {**TEXT, **change}})[0])
+
+
+FP8 = r"\.(wq_a|wq_b|wkv|wo_a|wo_b|shared_experts\.w[123])\.weight$"
+FP4 = r"\.ffn\.experts\.\d+\.w[123]\.weight$"
+NIBBLES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def pack(name: str, shape: tuple[int, ...]) -> tuple[dict[str, Tensor], Tensor]:
+    """Random codes and exponents as the published files have them, and the numbers that they are."""
+    made = torch.Generator().manual_seed(len(name))
+    rows, cols = shape
+    height = 1 if ".embed." in name or re.search(FP4, name) else 32
+    exponents = torch.randint(122, 126, (-(-rows // height), -(-cols // 32)), generator=made).byte()
+    scale = exponents.view(torch.float8_e8m0fnu)
+    factors = 2.0 ** (exponents.float() - 127)
+    factors = factors.repeat_interleave(height, 0)[:rows].repeat_interleave(32, 1)[:, :cols]
+    stem = name.removesuffix("weight")
+    if re.search(FP4, name):
+        codes = torch.randint(0, 16, shape, generator=made)
+        both = (codes[:, ::2] | codes[:, 1::2] << 4).byte().view(torch.int8)
+        return {name: both, f"{stem}scale": scale}, NIBBLES[codes] * factors
+    numbers = (2 * torch.randn(shape, generator=made)).to(torch.float8_e4m3fn)
+    return {name: numbers, f"{stem}scale": scale}, numbers.float() * factors
+
+
+@torch.inference_mode()
+def test_blocks_of_32_and_nibbles_of_the_published_files_are_read(tmp_path: Path) -> None:
+    config, plain = stored({"q_lora_rank": 32, "moe_intermediate_size": 32, "engram_head_dim": 6})
+    packed = dict(plain)
+    for name in plain:
+        if re.search(rf"{FP8}|{FP4}|\.engram\.(embed|wkv)\.weight$", name) and ".compressor." not in name:
+            parts, numbers = pack(name, plain.shape(name))
+            packed |= parts
+            plain[name] = numbers
+    save_file({name: tensor.contiguous() for name, tensor in packed.items()}, tmp_path / "model.safetensors")
+    said = {"quant_method": "fp8", "weight_block_size": [32, 32], "scale_fmt": "ue8m0", "fmt": "e4m3"}
+    raw = {**config, "quantization_config": {**said, "activation_scheme": "dynamic", "expert_dtype": "fp4"}}
+    files = QuantizedCheckpoint(SafetensorsFiles(tmp_path / "model.safetensors"), find_scheme(raw, {}))
+    assert files.format_of("layers.0.ffn.experts.0.w1.weight") == "mxfp4"
+    assert files.format_of("layers.0.attn.wq_a.weight") == "fp8"
+    got = whole(decoder(resolved(files, raw), files), IDS[0])
+    assert worst(got, whole(decoder(resolved(plain, config), plain), IDS[0])) <= TOLERANCE

@@ -13,14 +13,15 @@ from plait.quant.fp4 import Fp4
 from plait.quant.fp8 import Fp8
 
 BYTES = ("uint8", "float8_e8m0fnu")
-_BLOCKS = ((128, 128), (1, 32), (1, 128))  # what a file may have that does not say
+_ROWS = (1, 32)
+_BLOCKS = ((128, 128), _ROWS, (1, 128))  # what a file may have that does not say
 _SHARDS = (2, 4, 8, 16, 32)  # of rows, each with whole blocks of its own (MiMo-V2.5's queries, keys, values)
 
 
 def fp8(parts: WeightParts) -> StoredWeight:
     """weight e4m3 [..., out, in]; a scale for all, for each row, or for each block, which multiplies."""
     shape = parts.need("plain", "float8_e4m3fn", dims=(2, 3))
-    part = next(name for name in ("scale_inv", "scale", "qscale") if name in parts)
+    part = next(name for name in ("scale_inv", "scale", "qscale", "own_scale") if name in parts)
     scales = parts.need(part, *FLOATS, *BYTES, dims=(0, 1, 2, 3))
     block, blocks, rows = _block(parts, part, shape, scales)
 
@@ -53,10 +54,11 @@ def _block(
     count = prod(shape[:-2])
     if prod(scales) == count:
         return (rows, cols), (1, 1), rows
-    if part != "scale_inv" and prod(scales) == count * rows and scales[-1] in (1, rows):
+    if part not in ("scale_inv", "own_scale") and prod(scales) == count * rows and scales[-1] in (1, rows):
         return (1, cols), (rows, 1), rows
     said, group = parts.options.block, parts.options.group
-    for block in (said,) if said else ((1, group or cols), *_BLOCKS):
+    own = (_ROWS,) if part == "own_scale" else ()  # tables have a scale for columns of each row
+    for block in (said, *own) if said else ((1, group or cols), *_BLOCKS):
         blocks = (-(-rows // block[0]), -(-cols // block[1]))
         if scales[-2:] == blocks and prod(scales) == count * prod(blocks):
             return (min(block[0], rows), min(block[1], cols)), blocks, rows
@@ -112,18 +114,22 @@ def nvfp4_stack(parts: WeightParts) -> StoredWeight:
 
 
 def packed_mxfp4(parts: WeightParts) -> StoredWeight:
-    """compressed-tensors, MiMo-V2.6: nibbles uint8 [..., out, in / 2], a byte of exponent for 32 columns."""
+    """compressed-tensors, MiMo-V2.6, DeepSeek-V4: bytes [..., out, in / 2] of two numbers each, and one of
+    exponent for 32 columns."""
     part = "packed" if "packed" in parts else "plain"
-    shape = _nibbles(parts, part, "scale", 32, *BYTES)
+    scales = "own_scale" if "own_scale" in parts else "scale"
+    shape = _nibbles(parts, part, scales, 32, *BYTES)
 
     def read() -> Fp4:
-        return Fp4(parts.read(part).flatten(0, -2), _exponents(parts, "scale"))
+        codes = parts.read(part).view(torch.uint8)
+        return Fp4(codes.flatten(0, -2), _exponents(parts, scales))
 
-    return StoredWeight(shape, "mxfp4", read, lambda: parts.check_exponents("scale"))
+    return StoredWeight(shape, "mxfp4", read, lambda: parts.check_exponents(scales))
 
 
 def _nibbles(parts: WeightParts, codes: str, scales: str, group: int, *dtypes: str) -> tuple[int, ...]:
-    shape = parts.need(codes, "uint8", dims=(2, 3))
+    kinds = ("uint8", "int8") if scales == "own_scale" else ("uint8",)
+    shape = parts.need(codes, *kinds, dims=(2, 3))
     cols = shape[-1] * 2
     if cols % group:
         raise ShapeMismatch(f"{parts.names[codes]}: {cols} columns are no whole groups of {group}")

@@ -45,6 +45,7 @@ _ENDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         ".weight_zero_point": (".weight", "zero_point"),
         ".weight_g_idx": (".weight", "weight_g_idx"),
         ".qscale_weight": (".weight", "qscale"),
+        ".scale": (".weight", "own_scale"),  # DeepSeek-V4: of blocks in FP8, and of nibbles
         ".weight_format": (".weight", "weight_format"),
         ".SCB": (".weight", "scb"),
         ".absmax": ("", "absmax"),
@@ -201,6 +202,8 @@ def _is_packed(name: str, parts: Mapping[str, str], files: Files) -> bool:
         return files.format_of(parts["blocks"]) == "uint8"
     if parts.keys() == {"scale_inv"} or parts.keys() == {"absmax"}:
         return name in files
+    if "own_scale" in parts:  # norms have a scale, too
+        return name in files and files.format_of(name) in ("float8_e4m3fn", "int8", "uint8")
     return bool(_LEADS & parts.keys())
 
 
@@ -217,8 +220,10 @@ def _layout(parts: WeightParts) -> Callable[[WeightParts], StoredWeight]:
     if "plain" not in parts:
         raise BadFile(f"{parts.name}: is not there, only {', '.join(sorted(parts.names.values()))}")
     dtype = parts.dtype("plain")
-    if dtype == "float8_e4m3fn" and parts.names.keys() & {"scale", "scale_inv", "qscale"}:
+    if dtype == "float8_e4m3fn" and parts.names.keys() & {"scale", "scale_inv", "qscale", "own_scale"}:
         return fp8
+    if dtype in ("int8", "uint8") and "own_scale" in parts:
+        return packed_mxfp4
     if dtype == "int8" and parts.names.keys() & {"scale", "scb"}:
         return bnb_int8 if "scb" in parts else plain_int8
     if dtype == "uint8" and (found := _plain_bytes(parts)):
