@@ -31,6 +31,7 @@ COMPUTES = (
     *("spec", "partition.py", "checkpoint", "families", "kernels", "model", "ops", "quant", "runner"),
     "loading/draft_model.py",
     "loading/heads",
+    "text/tokenizers/merged_ids.py",
 )
 NOT_ARITHMETIC = frozenset({"weights", "step"})  # rows of `Target.bound` that change no number
 WHOLE_NBYTES = 32 << 20  # a file of text up to this size is read whole
