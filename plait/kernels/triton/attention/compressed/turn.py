@@ -227,7 +227,8 @@ def _place_sizes(
     heads: int, dim: int, pairs: int, norm: NormWeights | None, is_interleaved: bool
 ) -> dict[str, int]:
     given = _constants(heads, dim, pairs, norm, is_interleaved, True)
-    return {name: value for name, value in given.items() if name not in ("LAYER", "BIAS", "LAST")}
+    found = {name: value for name, value in given.items() if name not in ("LAYER", "BIAS", "LAST")}
+    return found if norm else found | {"num_warps": 8}  # with 4, forms of sm_80 spill
 
 
 POINTERS = {
