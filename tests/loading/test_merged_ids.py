@@ -44,7 +44,7 @@ def change(folder: Path, **changes: object) -> None:
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
 
 
-def test_a_model_is_refused_whose_tokenizer_is_missing_or_another(folder: Path) -> None:
+def test_a_model_without_its_tokenizer_or_with_another_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="ids that a tokenizer merges, and it has none; name one with"):
         open_model(str(folder), EngineConfig()).merge_ids(MergedIdsSpec(97, 40))
     add_tokenizer(folder)
