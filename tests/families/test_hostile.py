@@ -60,6 +60,9 @@ def test_many_hostile_configs(name: str, tmp_path: Path) -> None:
         ("max_position_embeddings", 1e18, "a whole number"),
         ("layer_types", "full_attention", "a list of at most 4096 words"),
         ("architectures", [7], "a list of at most 4096 words"),
+        ("num_nextn_predict_layers", 65, "a whole number from 0 to 64"),
+        ("num_mtp_layers", 2**26, "a whole number from 0 to 64"),
+        ("zero_expert_num", 2**26, "a whole number from 0 to 4096"),
     ],
 )
 def test_values_that_no_model_has_are_refused_by_name(key: str, value: object, wanted: str) -> None:

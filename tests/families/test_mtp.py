@@ -15,6 +15,7 @@ from plait.model.mtp import FC, MtpHead
 from plait.runner.batches.inputs import build_batch
 from plait.schedule.plan import Chunk, StepPlan
 from plait.state.store import StateStore
+from tests.checkpoint.readers.damage import bounded
 from tests.families.mtp_oracle import LAYOUTS, MtpOracle
 from tests.families.parity import CPU, LONGEST, Memory, decoder, resolved, whole, worst
 
@@ -93,6 +94,8 @@ def test_head_goes_on_from_what_it_made_itself(case: Case) -> None:
 def test_numbers_of_heads_that_cannot_be_are_refused(tmp_path: Path) -> None:
     oracle = MtpOracle("deepseek_v3", tmp_path)
     checkpoint = Memory(oracle.tensors)
-    with pytest.raises(UnsupportedModel, match="num_nextn_predict_layers"):
-        resolved(checkpoint, {**oracle.config, "num_nextn_predict_layers": -1})
+    for count in (-1, 65, 2**26):
+        with bounded(), pytest.raises(UnsupportedModel, match="num_nextn_predict_layers"):
+            resolved(checkpoint, {**oracle.config, "num_nextn_predict_layers": count})
+    assert resolved(checkpoint, {**oracle.config, "num_nextn_predict_layers": 64}).spec.mtp is not None
     assert resolved(checkpoint, {**oracle.config, "num_nextn_predict_layers": 0}).spec.mtp is None

@@ -27,6 +27,7 @@ MAX_LAYERS = 4096
 MAX_SIZE = 1 << 26  # of a width, a vocabulary, a number of heads or experts
 MAX_TOKENS = 1 << 40
 MAX_HEAD_DIM = 1 << 16
+MAX_DRAFT_LAYERS = 64  # layers behind the last one, which draft
 _MAX_FLOAT = 3.4e38  # of float32; infinity stands for "no limit"
 _MAX_MESSAGE = 2000  # characters
 # Whole numbers, 0 or null standing for "none" in some families.
@@ -38,8 +39,14 @@ COUNTS = (
     *("sliding_window", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim"),
     *("linear_value_head_dim", "linear_conv_kernel_dim", "lru_width", "conv1d_width", "conv_L_cache"),
     *("first_k_dense_replace", "num_dense_layers", "num_nextn_predict_layers", "num_mem_blocks"),
-    *("index_n_heads", "index_head_dim", "index_topk"),
+    *("index_n_heads", "index_head_dim", "index_topk", "num_mtp_layers", "zero_expert_num"),
 )
+# Of these each has a pattern of names that stay unused, so that many would cost time and memory.
+FEW: Mapping[str, int] = {
+    "num_nextn_predict_layers": MAX_DRAFT_LAYERS,
+    "num_mtp_layers": MAX_DRAFT_LAYERS,
+    "zero_expert_num": MAX_LAYERS,
+}
 NUMBERS = (
     *("norm_eps", "rope_theta", "rope_local_base_freq", "partial_rotary_factor", "routed_scaling_factor"),
     *("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"),
@@ -60,11 +67,11 @@ def check_config(c: Mapping[str, Any], source: str = "config.json") -> None:
     if layers is not None and not _is_count(layers, MAX_LAYERS):
         raise _bad(source, "num_hidden_layers", layers, f"a whole number from 0 to {MAX_LAYERS}")
     for key in COUNTS:
-        value = c.get(key)
-        if value is not None and value is not False and not _is_count(value, MAX_SIZE):
-            if isinstance(value, list) and all(_is_count(v, MAX_SIZE) for v in value):
+        value, most = c.get(key), FEW.get(key, MAX_SIZE)
+        if value is not None and value is not False and not _is_count(value, most):
+            if isinstance(value, list) and all(_is_count(v, most) for v in value):
                 continue  # one for each layer, which the families understand or refuse
-            raise _bad(source, key, value, f"a whole number from 0 to {MAX_SIZE}")
+            raise _bad(source, key, value, f"a whole number from 0 to {most}")
     for key in NUMBERS:
         value = c.get(key)
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and _is_finite(value)
