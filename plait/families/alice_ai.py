@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from plait.checkpoint.names import NameMap, Rules, Source
 from plait.errors import UnsupportedModel
 from plait.families.common.depth import LAST, over_depth, score_weights
@@ -10,6 +12,7 @@ from plait.families.common.recipes import TEXT_PREFIXES, at, conv, plus_one, tex
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, require
 from plait.families.config.normalize import FULL, LINEAR, Config
+from plait.families.config.values import is_set, require_given
 from plait.families.kimi import FACTORS, build_kda, negative_exp_flat
 from plait.families.linear_attention import check_silu, join_conv
 from plait.families.qwen3_next import name_tensors
@@ -17,6 +20,12 @@ from plait.spec.model import BranchSpec, ModelSpec, MoeSpec, RouterSpec
 
 KDA, ATTN, FFN = "layers.{i}.delta", "layers.{i}.attn", "layers.{i}.ffn"
 BLOCK = "block_attn_res_block_size"
+# Of null and absent ones no code says what is meant.
+SAID: Mapping[str, tuple[object, ...]] = {
+    "kda_allow_negative_eigenvalues": (False,),
+    "router_score_function": ("sigmoid",),
+    "router_bias_correction": (True,),
+}
 NORM = "norm_weight"  # how its name ends, next to what scores blocks of layers
 
 
@@ -30,6 +39,7 @@ NORM = "norm_weight"  # how its name ends, next to what scores blocks of layers
         "linear_conv_kernel_dim": 4,
         "attn_output_gate": True,
         "norm_topk_prob": True,
+        **dict.fromkeys(SAID),
     },
     honours=("attn_output_gate", BLOCK),
 )
@@ -56,13 +66,8 @@ def _check(c: Config) -> None:
     check_silu(c)
     name = "Alice AI"
     require(c, name, attn_output_gate=(True,), routed_scaling_factor=(1, 1.0), n_group=(1,), topk_group=(1,))
-    for key, known in (
-        ("kda_allow_negative_eigenvalues", False),
-        ("router_score_function", "sigmoid"),
-        ("router_bias_correction", True),
-    ):
-        if c[key] != known:  # of absent ones, too, no code says what is meant
-            raise UnsupportedModel(f"{key} = {c[key]!r} is not implemented for {name}; known: {known!r}")
+    require(c, name, scoring_func=("sigmoid",))
+    require_given(c, name, **SAID)
     for word in ("num_{}_heads", "{}_head_dim"):
         key, value = (c[f"linear_{word.format(x)}"] for x in ("key", "value"))
         if key != value:
@@ -77,7 +82,7 @@ def _check(c: Config) -> None:
 
 
 def _moe(c: Config) -> MoeSpec:
-    router = RouterSpec("sigmoid", bool(c["norm_topk_prob"]))
+    router = RouterSpec("sigmoid", is_set(c, "norm_topk_prob"))
     size = c.get("shared_intermediate_size")
     expert = mlp(c, c["moe_intermediate_size"])
     shared = mlp(c, size) if size else None

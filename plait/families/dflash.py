@@ -18,6 +18,7 @@ from plait.families.common.resolved import Resolved
 from plait.families.common.spec_builders import norm
 from plait.families.config.checks import blame_config, check_named, check_spec
 from plait.families.config.normalize import FULL, SLIDING, Config, normalize
+from plait.families.config.values import is_set, read_count
 from plait.families.detect.detect import Shapes
 from plait.families.dflash_names import TABLE, UNUSED, Found, find_prefix, name_gguf_tensors, name_tensors
 from plait.families.eagle import (
@@ -27,8 +28,6 @@ from plait.families.eagle import (
     check_body,
     count_tokens,
     flatten_head,
-    is_set,
-    read_count,
 )
 from plait.families.gguf.config import gguf_config
 from plait.families.gguf.names import ROPE_TABLES

@@ -19,6 +19,7 @@ from plait.families.common.resolved import Resolved
 from plait.families.common.spec_builders import norm
 from plait.families.config.checks import blame_config, check_named, check_spec
 from plait.families.config.normalize import SLIDING, Config, flatten, normalize
+from plait.families.config.values import is_set, read_count
 from plait.families.detect.detect import Shapes
 from plait.families.gguf.config import gguf_config
 from plait.families.gguf.names import ROPE_TABLES, usual_names
@@ -210,24 +211,6 @@ def _taps(flat: Config) -> tuple[int, ...] | None:
     if before:
         return tuple(before)
     return tuple(layer + 1 for layer in behind) if behind else None
-
-
-def is_set(config: Mapping[str, object], key: str, *, usual: bool = False) -> bool:
-    """A flag of a config. Raises UnsupportedModel for what is neither true nor false."""
-    value = config.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise UnsupportedModel(f"{key} is {str(value)[:40]!r}, not true or false")
-    return usual if value is None else value
-
-
-def read_count(config: Mapping[str, object], key: str, usual: int | None, least: int, most: int) -> int:
-    """A whole number of a config. Raises UnsupportedModel for one that is missing, or outside."""
-    value = config.get(key, usual)
-    if value is None:
-        raise UnsupportedModel(f"the file has no {key}, which such a head needs")
-    if type(value) is not int or not least <= value <= most:
-        raise UnsupportedModel(f"{key} is {str(value)[:40]!r}, not a number from {least} to {most}")
-    return value
 
 
 def _names(prefix: str, first: str) -> Rules:

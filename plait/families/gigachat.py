@@ -22,6 +22,7 @@ from plait.families.common.spec_builders import (
     sigmoid_router,
 )
 from plait.families.config.normalize import FULL, LINEAR, Config
+from plait.families.config.values import is_set, read_number, require_given
 from plait.families.deepseek import SPARSE, latent_attention, latent_names
 from plait.families.linear_attention import DELTA, delta_net, delta_tensors
 from plait.families.qwen3_next import group_rules
@@ -44,6 +45,8 @@ GATED = ("ZeroCenteredGatedNorm", "GatedNorm")
 RANK = 16  # of a norm's gate: no key of a config says it
 CLAMPED: Mapping[float, Activation] = {0.0: "silu", 7.0: "swiglu_cut_7", 10.0: "swiglu_cut_10"}
 PLACES = {"pre": (True, False), "post": (False, True), "pre_post": (True, True)}  # norms before, norms behind
+FLAGS = ("gated_attention", "use_mla_scaling_factor", "nextn_is_sparse", "rope_interleave", "norm_topk_prob")
+FACTORS, LEAST, MOST = ("layernorm_gating_weight", "linear_sigmoid_gate_scale"), 1e-6, 1e6
 GATES = {"sigmoid": "sigmoid", "silu": "silu", "swish": "silu", None: "silu"}
 
 
@@ -76,6 +79,7 @@ GATES = {"sigmoid": "sigmoid", "silu": "silu", "swish": "silu", None: "silu"}
         "use_mla_scaling_factor": True,
         "swiglu_limit": None,
         "nextn_is_sparse": False,
+        **dict.fromkeys(("full_attention_layers", "use_shared_expert_sigmoid", "linear_attention_type")),
     },
     honours=("swiglu_limit", "gated_attention", "use_mla_scaling_factor"),
 )
@@ -96,7 +100,7 @@ def gigachat(c: Config) -> tuple[ModelSpec, NameMap]:
 
     layers = [layer(kind, sort) for kind, sort in zip(c["layer_types"], sorts, strict=True)]
     num_mtp = c.get("num_nextn_predict_layers") or 0
-    head = layer(FULL, "sparse" if c["nextn_is_sparse"] else "dense")
+    head = layer(FULL, "sparse" if is_set(c, "nextn_is_sparse") else "dense")
     mtp = MtpSpec((head,), each, first=count) if num_mtp else None
     unused = [rf"^model\.layers\.{count + k}\." for k in range(num_mtp or 1)]  # the first one drafts
     unused += [] if before else [r"\.(input|post_attention)_layernorm\."]
@@ -106,26 +110,27 @@ def gigachat(c: Config) -> tuple[ModelSpec, NameMap]:
 
 def _check(c: Config) -> None:
     require_silu(c, NAME)
+    norms = (*GATED, "ZeroCenteredRMSNorm", "LlamaRMSNorm")
+    require_given(c, NAME, norm_type=norms, layernorm_type=tuple(PLACES))
     require(
         c,
         NAME,
-        norm_type=(*GATED, "ZeroCenteredRMSNorm", "LlamaRMSNorm"),
-        layernorm_type=tuple(PLACES),
         output_gate_type=tuple(GATES),
         scoring_func=("sigmoid",),
         topk_method=("noaux_tc",),
         use_shared_expert_sigmoid=(False,),
         linear_attention_type=("Qwen3NextGatedDeltaNet",),
     )
-    for key in ("layernorm_gating_weight", "linear_sigmoid_gate_scale"):
-        if not 0 < c[key] < float("inf"):
-            raise UnsupportedModel(f"{key} is {c[key]!r:.80}; expected is a number above 0")
+    for key in FLAGS:
+        is_set(c, key)
+    for key in FACTORS:
+        read_number(c, key, LEAST, MOST)
     if c["use_mla_scaling_factor"] and c["norm_type"] not in GATED:
         raise UnsupportedModel(
             f"use_mla_scaling_factor with norm_type {c['norm_type']} is not implemented for {NAME}, of which "
             "no code scales such a norm; if the model is right without it, --set use_mla_scaling_factor=false"
         )
-    if (limit := c["swiglu_limit"]) and float(limit) > 0 and float(limit) not in CLAMPED:
+    if (limit := _limit(c)) not in CLAMPED:
         raise UnsupportedModel(f"swiglu_limit {limit:g} is not implemented for {NAME}; known: 7 and 10")
     if not c.get("layer_words"):
         c["layer_types"] = _list_kinds(c, len(c["layer_types"]))
@@ -136,10 +141,10 @@ def _check(c: Config) -> None:
 def _list_kinds(c: Config, count: int) -> list[str]:
     """The kind of each layer of a config that lists those with full attention. Raises UnsupportedModel."""
     listed = c.get("full_attention_layers")
-    if not isinstance(listed, list) or not set(listed) <= set(range(count)):
+    if not isinstance(listed, list) or not all(type(i) is int and 0 <= i < count for i in listed):
         raise UnsupportedModel(
             f"{NAME} wants layer_types, or full_attention_layers, a list of numbers below {count}, and the "
-            f"config has {listed!r:.80}"
+            f"config has {listed!r:.80} (--set full_attention_layers=[…] corrects it)"
         )
     return [FULL if i in listed else LINEAR for i in range(count)]
 
@@ -178,7 +183,12 @@ def _feed_forward(c: Config, sort: str) -> Mixer:
 
 def _activation(c: Config) -> Activation:
     """Gates at most `swiglu_limit`, and what they are multiplied with within ± it; 0 and less: no limit."""
-    return CLAMPED[max(float(c["swiglu_limit"] or 0.0), 0.0)]
+    return CLAMPED[_limit(c)]
+
+
+def _limit(c: Config) -> float:
+    """What `swiglu_limit` says; 0: none."""
+    return 0.0 if c["swiglu_limit"] is None else max(read_number(c, "swiglu_limit", -MOST, MOST), 0.0)
 
 
 def _names(c: Config) -> Rules:

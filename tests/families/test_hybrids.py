@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +31,8 @@ from tests.families.parity import CPU, LONGEST, Memory, check_description, decod
 from tests.families.test_mtp import HeadSession
 
 FUZZED = 30
+FACTORS = ("layernorm_gating_weight", "linear_sigmoid_gate_scale")
+NO_FACTORS = (1e300, 1e-300, 1e-44, math.inf, math.nan, -1.0, True, "2", None)
 PLAIN = {"use_mla_scaling_factor": False, "gated_attention": False, "num_nextn_predict_layers": 0}
 CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in HYBRIDS},
@@ -163,7 +167,7 @@ def test_alice_ai_reads_means_over_blocks_of_layers() -> None:
         (
             GIGACHAT,
             {"layernorm_gating_weight": 0},
-            "layernorm_gating_weight is 0; expected is a number",
+            "layernorm_gating_weight is '0', not a number from 1e-06 to 1e.06",
         ),
         (
             GIGACHAT,
@@ -176,6 +180,25 @@ def test_alice_ai_reads_means_over_blocks_of_layers() -> None:
         (GIGACHAT, {"layer_types": None}, "GigaChat 3.5 wants layer_types, or full_attention_layers"),
         (GIGACHAT, {"layer_types": None, "full_attention_layers": [4]}, "a list of numbers below 4"),
         (GIGACHAT, {"layer_types": ["conv"] * 4}, "layer_types of GigaChat 3.5 has 'conv'"),
+        (ALICE, {"block_attn_res_block_size": True}, "blocks of True layers"),
+        (ALICE, {"block_attn_res_block_size": 2.0}, r"blocks of 2\.0 layers"),
+        (ALICE, {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+        (ALICE, {"norm_topk_prob": "false"}, "norm_topk_prob is 'false', not true or false"),
+        (GIGACHAT, {"layernorm_type": None}, "does not say 'layernorm_type'"),
+        (GIGACHAT, {"norm_type": None}, "does not say 'norm_type'"),
+        (GIGACHAT, {"gated_attention": "false"}, "gated_attention is 'false', not true or false"),
+        (GIGACHAT, {"nextn_is_sparse": "no"}, "nextn_is_sparse is 'no', not true or false"),
+        (GIGACHAT, {"swiglu_limit": "7"}, "swiglu_limit is '7', not a number"),
+        (GIGACHAT, {"swiglu_limit": math.nan}, "swiglu_limit is 'nan', not a number"),
+        *(
+            (GIGACHAT, {key: n}, re.escape(f"{key} is '{n}', not a number"))
+            for key in FACTORS
+            for n in NO_FACTORS
+        ),
+        *(
+            (GIGACHAT, {"layer_types": None, "full_attention_layers": those}, "a list of numbers below 4")
+            for those in ([True, 3], [[1]], [1.0], "13", [-1])
+        ),
     ],
 )
 def test_what_a_config_cannot_mean_is_refused_by_name(
@@ -183,6 +206,50 @@ def test_what_a_config_cannot_mean_is_refused_by_name(
 ) -> None:
     with pytest.raises(UnsupportedModel, match=why):
         build_spec({**config, **change})
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "value"),
+    [
+        ("alice_ai", {"block_attn_res_block_size": None}, "2"),
+        ("alice_ai", {"kda_allow_negative_eigenvalues": None}, "false"),
+        ("alice_ai", {"router_score_function": None}, '"sigmoid"'),
+        ("alice_ai", {"router_bias_correction": None}, "true"),
+        ("gigachat", {"norm_type": "ZeroCenteredRMSNorm"}, "false"),
+        ("gigachat", {"layernorm_gating_weight": "1.6"}, "1.6"),
+        ("gigachat", {"layer_types": None}, "[1, 3]"),
+    ],
+)
+def test_advice_of_an_error_can_be_followed(name: str, change: dict[str, Any], value: str) -> None:
+    """Of a key that the file has with a wrong value, and of one that it lacks."""
+    config = {**HYBRIDS[name].config, **change}
+    memory = Memory({key: w.float() for key, w in HYBRIDS[name].checkpoint().items()})
+    lacking = {key: one for key, one in config.items() if one is not None}
+    for said in (config, lacking):
+        with pytest.raises(UnsupportedModel, match="--set ") as told:
+            resolved(memory, said)
+        found = re.search(r"--set (\w+)=", str(told.value))
+        assert found
+        assert resolved(memory, said, (f"{found[1]}={value}",)).spec.layers
+
+
+@pytest.mark.parametrize(
+    ("name", "override"),
+    [
+        ("gigachat", "use_shared_expert_sigmoid=false"),
+        ("gigachat", 'linear_attention_type="Qwen3NextGatedDeltaNet"'),
+        ("gigachat", "swiglu_limit=7"),
+        ("gigachat", 'layernorm_type="pre_post"'),
+        ("alice_ai", 'scoring_func="sigmoid"'),
+    ],
+)
+def test_keys_of_which_an_error_names_the_known_values_can_be_set(name: str, override: str) -> None:
+    key = override.partition("=")[0]
+    said = {k: value for k, value in HYBRIDS[name].config.items() if k != key}
+    memory = Memory({k: w.float() for k, w in HYBRIDS[name].checkpoint().items()})
+    assert resolved(memory, said, (override,)).spec.layers
+    with pytest.raises(UnsupportedModel, match=f"{key}[ =]"):
+        resolved(memory, said, (f'{key}="other"',))
 
 
 @pytest.mark.parametrize("name", HYBRIDS)

@@ -31,8 +31,8 @@ def over_depth(
     model's norm; of_normed, reads (of the first branch of each layer): see `DepthSpec`. Raises
     UnsupportedModel.
     """
-    if size < 1:
-        raise UnsupportedModel(f"blocks of {size} layers are not implemented; known: one layer or more")
+    if type(size) is not int or size < 1:
+        raise UnsupportedModel(f"blocks of {size!r:.80} layers are not implemented; known: one layer or more")
 
     eps = spec.norm.eps if eps is None else eps
     each_reads = [1] * len(spec.layers) if reads is None else reads
