@@ -101,7 +101,7 @@ def gigachat(c: Config) -> tuple[ModelSpec, NameMap]:
     layers = [layer(kind, sort) for kind, sort in zip(c["layer_types"], sorts, strict=True)]
     num_mtp = c.get("num_nextn_predict_layers") or 0
     head = layer(FULL, "sparse" if is_set(c, "nextn_is_sparse") else "dense")
-    mtp = MtpSpec((head,), each, first=count) if num_mtp else None
+    mtp = MtpSpec((head,), each, first=count, passes_normed=False) if num_mtp else None
     unused = [rf"^model\.layers\.{count + k}\." for k in range(num_mtp or 1)]  # the first one drafts
     unused += [] if before else [r"\.(input|post_attention)_layernorm\."]
     spec = model(c, "gigachat3_5", layers, norm=each, mtp=mtp)

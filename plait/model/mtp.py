@@ -14,6 +14,7 @@ from plait.checkpoint.weights import Weights
 from plait.model.decoder import Branch, Decoder
 from plait.model.draft_head import ChainHead
 from plait.model.layers.layers import Batch, Embedding, LmHead, Norm
+from plait.ops.activation import combine
 from plait.ops.rows import join
 from plait.spec.model import ModelSpec
 from plait.state.store import StateStore
@@ -41,11 +42,11 @@ class MtpHead(ChainHead):
         named = ((f"layers.{i}.{b.name}", b) for i, layer in enumerate(own.layers, own.first) for b in layer)
         self.branches = [Branch(b, w.scope(name), s.hidden_size) for name, b in named]
         self.norm = Norm(own.norm, w.scope("norm"), s.hidden_size)
-        self._join, self.width = weights.bind(join), s.hidden_size
+        self._join, self._combine, self.width = weights.bind(join), weights.bind(combine), s.hidden_size
         super().__init__(weights, [branch.states for branch in self.branches])
 
     def compute(self, batch: Batch, store: StateStore, before: Tensor) -> Tensor:
-        """See `ChainHead`: what is given is behind the head's norm."""
+        """See `ChainHead`: what is given is behind the head's norm, or in front of it (`passes_normed`)."""
         batch = replace(batch, step={})
         e = self.embed_norm(self.embed(batch.token_ids, batch.positions))
         h = self.hidden_norm(before)
@@ -54,9 +55,11 @@ class MtpHead(ChainHead):
         for branch in self.branches:
             x, h = branch.enter(x, delta)
             x, delta = branch.leave(x, branch(h, batch, store))
-        _, h = self.norm.add(x, delta)
-        return h
+        if self.spec.passes_normed:
+            return self.norm.add(x, delta)[1]
+        made: Tensor = x if delta is None else self._combine(x, delta, 1.0)
+        return made
 
     def logits(self, last: Tensor) -> Tensor:
         """last: [L, hidden] -> [L, vocab] float32."""
-        return self.head(last)
+        return self.head(last if self.spec.passes_normed else self.norm(last))

@@ -291,6 +291,7 @@ class MtpSpec:
     norm: NormSpec
     first: int = 0  # the number of its first layer in the checkpoint
     hidden_first: bool = False  # fc reads [norm(h), norm(e)]
+    passes_normed: bool = True  # what its norm gives takes the place of h; else what that reads
 
 
 @dataclass(frozen=True, slots=True)

@@ -353,12 +353,16 @@ def _giga_logits(c: Config, t: Tensors, ids: Tensor) -> Tensor:
     return giga_hidden(c, t, ids) @ t["lm_head.weight"].T
 
 
-def giga_draft(c: Config, t: Tensors, ids: Tensor, hidden: Tensor) -> Tensor:
-    """What the head makes of tokens and of the states before them, both [T, …], behind its last norm."""
+def giga_draft(c: Config, t: Tensors, ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """What the head makes of tokens and of the states before them, both [T, …].
+
+    (what its last norm reads, from which the next token is drafted; logits).
+    """
     w = _below(t, f"model.layers.{c['num_hidden_layers']}.")
     e = giga_norm(c, w, "enorm", t["model.embed_tokens.weight"][ids])
     x = torch.cat([e, giga_norm(c, w, "hnorm", hidden)], -1) @ w["eh_proj.weight"].T
-    return giga_norm(c, w, "shared_head.norm", giga_layer(c, w, x, "attention", c["nextn_is_sparse"]))
+    x = giga_layer(c, w, x, "attention", c["nextn_is_sparse"])
+    return x, giga_norm(c, w, "shared_head.norm", x) @ t["lm_head.weight"].T
 
 
 HYBRIDS: Mapping[str, OlderFamily] = {
