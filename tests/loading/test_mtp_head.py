@@ -26,6 +26,8 @@ from plait.runner.host.mtp_passes import HostPasses
 from plait.runner.mtp_passes import EagerPasses
 from plait.schedule.plan import Chunk, SamplingRow, StepPlan
 from plait.state.store import StateStore
+from plait.verify.tiny.models import write_model
+from plait.verify.tiny.recurrent import RECURRENT
 
 SIZES: dict[str, Any] = {
     "device": "cpu", "threads": 1, "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 64
@@ -48,9 +50,22 @@ def drafting(model: Loaded) -> MtpDrafter:
 
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_recorded_passes_give_the_drafts_of_passes_op_by_op(hybrid: Loaded, params: SamplingParams) -> None:
-    drafter = drafting(hybrid)
+    check_recorded_passes(hybrid, params)
+
+
+def test_recorded_passes_of_a_head_that_passes_states_in_front_of_its_norm(tmp_path: Path) -> None:
+    write_model(RECURRENT["norm-gates"], tmp_path)
+    made = load(str(tmp_path), EngineConfig(speculate="mtp", **SIZES))
+    try:
+        check_recorded_passes(made, GREEDY)
+    finally:
+        made.front.close(drain=False)
+
+
+def check_recorded_passes(model: Loaded, params: SamplingParams) -> None:
+    drafter, size = drafting(model), model.opened.resolved.spec.hidden_size
     assert isinstance(drafter.passes, HostPasses)
-    rows = [torch.randn(1, 256), torch.randn(5, 256)]
+    rows = [torch.randn(1, size), torch.randn(5, size)]
     chunks = tuple(
         Chunk(n, 0, tuple(range(7, 7 + len(row))), drafter.memory.tables(n, 0, 24), 0, 1)
         for n, row in enumerate(rows)
@@ -58,7 +73,7 @@ def test_recorded_passes_give_the_drafts_of_passes_op_by_op(hybrid: Loaded, para
     sampling = [SamplingRow(params, 1, 1, position, 3) for position in (2, 6)]
     plan = StepPlan(1, chunks)
     made = drafter.passes.run(plan, rows, sampling, 3)
-    eager = eager_passes(hybrid, drafter)
+    eager = eager_passes(model, drafter)
     assert eager.run(plan, rows, sampling, 3) == made
 
 
