@@ -62,12 +62,17 @@ def k2_horizon(c: Config) -> tuple[ModelSpec, NameMap]:
 
 
 def _count_values(c: Config) -> int | None:
-    """Experts of values; xLLM calls them otherwise."""
-    return c.get("mova_num_experts") or c.get("num_values") or None
+    """Experts of values; xLLM calls them otherwise. Raises UnsupportedModel if both words differ."""
+    found = [c[key] for key in ("mova_num_experts", "num_values") if c.get(key)]
+    if len({*map(str, found)}) > 1:
+        raise UnsupportedModel(f"mova_num_experts is {found[0]!r:.40}, and num_values {found[1]!r:.40}")
+    return found[0] if found else None
 
 
 def _attention(c: Config, turned: int, is_sparse: bool) -> AttentionSpec:
     gate, count = c.get("attention_gate_func"), _count_values(c) if is_sparse else None
+    if gate is not None and c.get("apply_attn_gate") is False:
+        raise UnsupportedModel(f"attention_gate_func is {gate!r:.40}, and apply_attn_gate is false")
     if gate is None and c.get("apply_attn_gate"):
         gate = c.get("attn_gate_func") or "silu"
     if gate not in GATES:

@@ -23,7 +23,13 @@ from plait.spec.model import BranchSpec, MlaSpec, ModelSpec, MoeSpec, NormSpec, 
 from plait.spec.recurrent import NgramSumSpec
 
 L, NGRAMS = "model.layers.{i}", "model.ngram_embeddings"
-MOST_HEADS, MOST_TOKENS, MOST_ROWS = 1024, 64, 1 << 31  # of n-grams: tables, tokens, rows of a table
+MOST_HEADS, MOST_TOKENS, MOST_ROWS = 256, 16, 1 << 31  # of n-grams: tables, tokens, rows of a table
+
+
+OTHERS = (
+    *("ngram_exclude_sp_token", "special_token_scope", "ngram_fix_normalize_factor"),
+    *("moe_group_size", "grouped_moe_norm_scale"),
+)  # of a relative with other n-grams and another router
 
 
 @family(
@@ -42,6 +48,8 @@ def longcat_flash(c: Config) -> tuple[ModelSpec, NameMap]:
     """Some experts give their input back. Latents of queries, and of keys and values, are scaled."""
     require(c, "LongCat-Flash", zero_expert_type=("identity",), attention_method=("MLA",))
     require(c, "LongCat-Flash", mla_scale_q_lora=(True,), mla_scale_kv_lora=(True,))
+    if other := next((key for key in OTHERS if c.get(key)), None):
+        raise UnsupportedModel(f"{other} is {c[other]!r:.40}, which is not implemented for LongCat-Flash")
     count = c.get("num_layers") or c["num_hidden_layers"] // 2
     c["layer_types"] = [FULL] * count
     each, router = norm(c), RouterSpec(renormalize=False, scale=float(c["routed_scaling_factor"]))
@@ -89,6 +97,8 @@ def _ngrams(c: Config) -> NgramSumSpec | None:
             f"{split} tables of {rows} rows for each of n-grams up to {longest} tokens; known are up to "
             f"{MOST_TOKENS} tokens, {MOST_HEADS} tables in all and {MOST_ROWS} rows"
         )
+    if hidden % heads:
+        raise UnsupportedModel(f"hidden_size {hidden} is not divided by {heads} tables of n-grams")
     sizes = tuple(int(rows) + 2 * head + 1 for head in range(heads))
     lengths = tuple(2 + head // split for head in range(heads))
     return NgramSumSpec(hidden // heads, sizes, lengths, c["vocab_size"], end)

@@ -24,6 +24,10 @@ def step1(c: Config) -> tuple[ModelSpec, NameMap]:
     if set(c["layer_types"]) - {FULL}:
         raise UnsupportedModel("Step 1 with windows of keys is not known; all of its layers see all keys")
     heads, dim, each = c["num_attention_heads"], c["head_dim"], norm(c)
+    if dim * heads != c["hidden_size"]:
+        raise UnsupportedModel(
+            f"head_dim {dim} of {heads} heads is known to be hidden_size {c['hidden_size']}"
+        )
     slopes = spread_slopes(heads)
     attn = RootBiasSpec(heads, c["num_key_value_heads"], dim, dim**-0.5, slopes=slopes)
     layer = (BranchSpec("attn", attn, each), BranchSpec("ffn", mlp(c), each))

@@ -32,6 +32,8 @@ def step3(c: Config) -> tuple[ModelSpec, NameMap]:
     require(c, "Step 3", num_key_value_heads=(1,), norm_expert_weight=(True, False))
     if set(c["layer_types"]) - {FULL}:
         raise UnsupportedModel("Step 3 with windows of keys is not known; all of its layers see all keys")
+    if c["moe_layers_enum"] is None:
+        c["moe_layers_enum"] = [*range(1, len(c["layer_types"]))]
     each = norm(c)
     layers = [
         (

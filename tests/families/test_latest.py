@@ -9,6 +9,7 @@ import torch
 
 from plait.errors import UnsupportedModel
 from plait.families.common.registry import build_spec
+from plait.spec.model import MoeSpec
 from tests.families import longcat_oracle
 from tests.families.latest_oracles import HORIZON, LATEST, STEP1, STEP3
 from tests.families.longcat_oracle import CONFIG as LONGCAT
@@ -73,6 +74,8 @@ def test_xllm_has_other_words_and_norms_around_zero() -> None:
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not implemented"),
         ({"sliding_window": 8}, "sliding_window"),
         ({"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config"),
+        ({"num_values": 7}, "mova_num_experts is 5, and num_values 7"),
+        ({"attention_gate_func": "silu", "apply_attn_gate": False}, "'silu', and apply_attn_gate is false"),
     ],
 )
 def test_what_k2_horizon_does_not_have_is_refused(changes: dict[str, Any], wanted: str) -> None:
@@ -100,15 +103,18 @@ def test_longcat_flash_lite_is_longcat_flash_over_other_embeddings(changes: dict
     [
         ({"emb_neighbor_num": None}, "comes with emb_neighbor_num None"),
         ({"emb_neighbor_num": 1}, "2 tables of 145.5 rows for each of n-grams up to 1 tokens"),
-        ({"emb_neighbor_num": 1000}, "known are up to 64 tokens"),
+        ({"emb_neighbor_num": 1000}, "known are up to 16 tokens"),
         ({"emb_split_num": 0}, "0 tables of 145.5 rows"),
-        ({"emb_split_num": 10**9}, "1024 tables in all"),
+        ({"emb_split_num": 10**9}, "256 tables in all"),
         ({"ngram_vocab_size_ratio": -1}, "2 tables of -97 rows"),
         ({"ngram_vocab_size_ratio": 1e300}, "and 2147483648 rows"),
         ({"ngram_vocab_size_ratio": "many"}, "ngram_vocab_size_ratio 'many'"),
         ({"eos_token_id": 97}, "eos_token_id is 97"),
         ({"eos_token_id": []}, "eos_token_id is"),
         ({"mla_scale_q_lora": False}, "mla_scale_q_lora = False is not implemented"),
+        ({"emb_neighbor_num": 2, "emb_split_num": 7}, "is not divided by 7 tables"),
+        ({"ngram_exclude_sp_token": True}, "ngram_exclude_sp_token is True"),
+        ({"moe_group_size": 4}, "moe_group_size is 4, which is not implemented"),
     ],
 )
 def test_n_grams_that_cannot_be_are_refused(changes: dict[str, Any], wanted: str) -> None:
@@ -158,7 +164,12 @@ def test_what_step_3_does_not_have_is_refused(changes: dict[str, Any], wanted: s
         build_spec({**STEP3, **changes})
 
 
-@pytest.mark.parametrize("changes", [{"hidden_act": "gelu"}, {"sliding_window": 8}])
+def test_step_3_without_a_list_of_experts_has_one_dense_layer() -> None:
+    spec, count = build_spec({**STEP3, "moe_layers_enum": None})[0], STEP3["num_hidden_layers"]
+    assert [isinstance(layer[1].mixer, MoeSpec) for layer in spec.layers] == [False, *[True] * (count - 1)]
+
+
+@pytest.mark.parametrize("changes", [{"hidden_act": "gelu"}, {"sliding_window": 8}, {"head_dim": 10}])
 def test_what_step_1_does_not_have_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedModel, match=next(iter(changes))):
         build_spec({**STEP1, **changes})

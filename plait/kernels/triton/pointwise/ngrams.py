@@ -262,16 +262,18 @@ TYPES = {
 @with_float32
 def forms() -> Iterator[KernelForm]:
     """What Qwen4-Exp and DeepSeek-V4.1 launch: three or four tokens at most, eight hashes of each; four
-    streams. LongCat-Flash-Lite's n-grams have up to five tokens, and four hashes each."""
+    streams. N-grams of LongCat-Flash-Lite have up to four tokens and those of LongCat-2.0 up to five, with
+    four hashes each."""
     for (model, past), step in product((("qwen4-exp", 2), ("deepseek-v4.1", 3)), ("decodes", "prompts")):
         constants = hash_constants(past, 8, step == "decodes") | {"MERGES": past == 3}
         warps = constants.pop("num_warps")
         name = f"hash_tokens, {model}, {step}"
         yield KernelForm(name, hash_tokens, {**TYPES, "out": "i64*"}, constants, warps)
-    for step in ("decodes", "prompts"):
-        constants = hash_constants(4, 16, step == "decodes")
+    sums = (("longcat-flash-lite", 3), ("longcat-2.0", 4))
+    for (model, past), step in product(sums, ("decodes", "prompts")):
+        constants = hash_constants(past, 4 * past, step == "decodes")
         warps = constants.pop("num_warps")
-        name = f"sum_tokens, longcat-flash-lite, {step}"
+        name = f"sum_tokens, {model}, {step}"
         yield KernelForm(name, sum_tokens, {**TYPES, "out": "i64*"}, constants, warps)
     gates = gate_constants(4, 2048)
     warps = int(gates.pop("num_warps"))
