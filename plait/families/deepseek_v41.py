@@ -113,7 +113,7 @@ def _attention(c: Config) -> list[SharedCompressedSpec]:
 
 def _list_layers(c: Config, key: str, count: int) -> set[int]:
     layers = c.get(key) or ()
-    if not all(isinstance(i, int) and 0 <= i < count for i in layers):
+    if not all(type(i) is int and 0 <= i < count for i in layers):
         raise UnsupportedModel(f"{key} {layers!r:.80} must be numbers of {count} layers, counted from 0")
     return set(layers)
 
@@ -165,6 +165,9 @@ def _ngrams(c: Config) -> dict[int, tuple[BranchSpec]]:
     if not (layers := list(c["engram_layer_ids"] or ())):
         return {}
     longest, heads, tables = c["engram_max_ngram_size"], c["engram_n_heads"], list(c["engram_num_embeddings"])
+    whole = (longest, heads, c["engram_vocab_size"], c["engram_pad_token_id"], *layers, *tables)
+    if wrong := [value for value in whole if type(value) is not int]:
+        raise UnsupportedModel(f"{wrong[0]!r:.40} is no whole number, in the config's keys of engrams")
     hashes, base, ids = (longest - 1) * heads, c["engram_vocab_size"], c["engram_compressed_vocab_size"]
     if (
         not (2 <= longest <= MOST and 1 <= heads <= MOST and len(layers) * hashes <= MOST_HASHES)

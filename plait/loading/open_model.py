@@ -204,6 +204,7 @@ def load_decoder(opened: Opened, target: Target, report: Progress, kind: type[De
     target.on_read = release_pages(opened, report, target.comm.rank.size)
     heads = set(head_names(opened.checkpoint.names()))  # `read_head` reads them
     weights = Weights(opened.checkpoint, opened.resolved.names, target, used=heads)
+    target.merge_ids = target.merge_ids or opened.merge_ids
     spec, _ = divide_model(opened.resolved.spec, target.comm.rank)
     with feed_device(opened, target):
         decoder = kind(spec, weights)

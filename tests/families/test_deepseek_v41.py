@@ -146,6 +146,9 @@ def test_ranks_divide_groups_of_heads_and_hashes_and_keep_entries_whole() -> Non
         ({"engram_max_ngram_size": 1}, "n-grams up to 1 tokens"),
         ({"engram_compressed_vocab_size": 98}, "98 merged ids of 97"),
         ({"engram_pad_token_id": 97}, "with 97 in front"),
+        ({"engram_pad_token_id": 1.5}, "1.5 is no whole number"),
+        ({"engram_layer_ids": [True, 4]}, "True is no whole number"),
+        ({"kv_source_layer_ids": [True]}, "must be numbers of"),
         ({"candidate_block_size": 0}, "size is 0"),
     ],
 )

@@ -52,6 +52,26 @@ def test_a_model_without_its_tokenizer_or_with_another_is_refused(folder: Path) 
         open_model(str(folder), EngineConfig()).merge_ids(MergedIdsSpec(97, 40))
 
 
+def test_a_draft_model_has_the_table_of_its_own_tokenizer(folder: Path) -> None:
+    add_tokenizer(folder)
+    change(folder, engram_compressed_vocab_size=71)
+    params, replies = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True), []
+    for words in ({}, {"speculate": str(folder)}):
+        with LLM(str(folder), device="cpu", **words) as llm:
+            (found,) = llm.generate(IDS, params)
+        replies.append(found.outputs[0].token_ids)
+    assert replies[0] == replies[1]
+
+
+@pytest.mark.parametrize("size", [4, 10**9])
+def test_blocks_of_candidates_are_no_longer_than_a_text(folder: Path, size: int) -> None:
+    add_tokenizer(folder)
+    change(folder, engram_compressed_vocab_size=71, candidate_block_size=size)
+    with LLM(str(folder), device="cpu") as llm:
+        (found,) = llm.generate(IDS, SamplingParams(max_tokens=6, temperature=0.0))
+    assert found.outputs[0].token_ids
+
+
 def test_replies_are_those_of_a_file_that_has_the_table(folder: Path) -> None:
     add_tokenizer(folder)
     table = open_model(str(folder), EngineConfig()).merge_ids(MergedIdsSpec(97, 71))

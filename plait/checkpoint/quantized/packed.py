@@ -202,7 +202,7 @@ def _is_packed(name: str, parts: Mapping[str, str], files: Files) -> bool:
         return files.format_of(parts["blocks"]) == "uint8"
     if parts.keys() == {"scale_inv"} or parts.keys() == {"absmax"}:
         return name in files
-    if "own_scale" in parts:  # norms have a scale, too
+    if "own_scale" in parts and not _LEADS & parts.keys():  # norms have a scale, too
         return name in files and files.format_of(name) in ("float8_e4m3fn", "int8", "uint8")
     return bool(_LEADS & parts.keys())
 

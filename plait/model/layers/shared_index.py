@@ -53,12 +53,13 @@ class EntryChooser:
         self._turn = TurnedHeads(c.rope, s.dim, w) if c.rope else None
         sizes = {"heads": s.num_heads, "index_dim": s.dim, "top_k": self.top_k}
         self._choose = self._choose_blocks = self._among = None
+        self._size = min(candidates.size, most) if candidates else most  # the longest text is one block then
         if candidates is None or not candidates.source:
             self._choose = w.bind(choose_entries, **sizes)
         if candidates and candidates.source:
             self._among = w.bind(choose_among_blocks, **sizes)
         elif candidates:
-            self._blocks = min(candidates.count, -(-most // candidates.size))
+            self._blocks = min(candidates.count, -(-most // self._size))
             self._choose_blocks = w.bind(choose_entry_blocks, **sizes)
 
     def __call__(
@@ -73,12 +74,12 @@ class EntryChooser:
         how, found = (self._rate, self._step), self._candidates
         if self._among and found:
             blocks = batch.step["blocks", found.source]
-            among: Tensor = self._among(*given, *seqs, blocks, self.top_k, found.size, *how)
+            among: Tensor = self._among(*given, *seqs, blocks, self.top_k, self._size, *how)
             return among
         assert self._choose
         where = (cache, index.block_table, index.slot_mapping, *seqs)
         chosen: Tensor = self._choose(queries, weights, keys, *where, self.top_k, *how)
         if self._choose_blocks and found:
-            blocks = self._choose_blocks(*given, *seqs, self._blocks, found.size, *how)
+            blocks = self._choose_blocks(*given, *seqs, self._blocks, self._size, *how)
             batch.step["blocks", self._user] = blocks
         return chosen
