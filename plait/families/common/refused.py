@@ -75,9 +75,6 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
         *("moondream3", "moondream3_text", "Moondream3ForCausalLM"),
     ),
     "its text model has a layout of its own, which is not read": ("moondream1", "HfMoondream"),
-    "its embeddings are sums over the last tokens (n-grams), which are not implemented for LongCat": (
-        *("longcat_flash_ngram", "LongcatFlashNgramForCausalLM"),
-    ),
     "it reads texts in both directions, which is not implemented for Llama by this name": (
         *("llama_bidirec", "LlamaBidirectionalForSequenceClassification", "LlamaBidirectionalModel"),
         *("LlamaNemotronVLForSequenceClassification", "LlamaNemotronVLModel"),
