@@ -151,7 +151,7 @@ def paged_attention(
     query_start: [S+1], seq_lens: [S] (new tokens included) -> [T, heads, d]. Query head h reads kv head
     h // (heads / kv_heads). `window`: how many last keys are seen; `softcap`: scores become cap·tanh(·/cap).
     `sinks`: [heads] float32, a score of each head for a key with the value 0 (Xiao et al. 2023; gpt-oss); or
-    [T, heads] in q's dtype, one that each token has for it (IQuest Q1).
+    [T, heads], dense, one that each token has for it (IQuest Q1).
     `k` and `v` None: `ops.place.place_heads` has stored them. `step`: where kernels leave what other layers
     of the step need, too (`Batch.step`). `slopes`: [heads] float32, what a score of each head loses with
     every position that the key lies behind (ALiBi; Press et al. 2021). `chunk`: a window ends with the chunk
@@ -202,7 +202,7 @@ def _paged_attention_inputs(case: Case, dtype: torch.dtype, device: str) -> Argu
     caches = [random_cache((*rows, width), case, dtype, device) for width in widths]
     sinks = torch.randn(case["heads"], device=device) if case.get("sinks") else None
     if case.get("token_sinks"):
-        sinks = torch.randn(total, case["heads"], dtype=dtype, device=device)
+        sinks = torch.randn(total, case["heads"], device=device)
     slopes = torch.rand(case["heads"], device=device) if case.get("alibi") else None
     how = (case["dim"] ** -0.5, case["window"], case["softcap"], sinks)
     return (q, k, v, *caches, *where, *how), {"slopes": slopes, "chunk": case.get("chunk")}

@@ -16,11 +16,12 @@ class Sinks:
     def __init__(self, s: AttentionSpec, w: Weights) -> None:
         self._of_heads = w.tensor("sinks", (s.num_heads,), torch.float32) if s.sinks else None
         if not s.sinks:
-            keys = w.tensor("sink_keys", (s.num_kv_heads, s.head_dim))
-            scaled, group = (keys.float() * s.scale).to(keys.dtype), s.num_heads // s.num_kv_heads
-            rows = scaled.repeat_interleave(group, 0)[:, None].contiguous()
+            keys = w.tensor("sink_keys", (s.num_kv_heads, s.head_dim), torch.float32) * s.scale
+            rows = keys.repeat_interleave(s.num_heads // s.num_kv_heads, 0)[:, None].contiguous()
             self._map, self._rows = bind_heads(w.bind, rows)
 
     def __call__(self, q: Tensor) -> Tensor:
-        """q: [T, heads, d], as keys are compared with it -> [heads], or [T, heads] of each token."""
-        return self._map(q, self._rows).flatten(1) if self._of_heads is None else self._of_heads
+        """q: [T, heads, d], as keys are compared with it -> [heads], or [T, heads] of each token; float32."""
+        if self._of_heads is not None:
+            return self._of_heads
+        return self._map(q.float(), self._rows).flatten(1).contiguous()

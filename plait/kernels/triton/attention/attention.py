@@ -37,6 +37,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from plait.errors import ShapeMismatch
 from plait.kernels.triton.attention.layout import SPLIT, PagedLayout, why_too_large
 from plait.kernels.triton.attention.mix import mix_columns, turn_back
 from plait.kernels.triton.attention.place import entry_places, place_all_heads, why_no_codes
@@ -407,6 +408,7 @@ def _attend_over(
     -> [T, heads, dim]. `step`: where the work list of the step is, or is left."""
     table, query_start, seq_lens = where
     k_cache, v_cache = caches
+    _check_sinks(sinks, q)
     out = torch.empty(*q.shape[:2], layout.dim, dtype=q.dtype, device=q.device)
     if not len(q):
         return out
@@ -430,6 +432,17 @@ def _attend_over(
     )  # fmt: skip
     mixed = layout.codes.mixed if layout.codes and not layout.mixes_inside else 1
     return out if mixed == 1 else turn_back(out, mixed)
+
+
+def _check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    """Raises ShapeMismatch unless they lie one behind the other: of heads, or of each token's."""
+    if sinks is None:
+        return
+    wanted = q.shape[:2] if sinks.dim() == 2 else q.shape[1:2]
+    if sinks.shape != wanted or not sinks.is_contiguous():
+        raise ShapeMismatch(
+            f"sinks must be dense, {list(wanted)}, got {list(sinks.shape)} with strides {sinks.stride()}"
+        )
 
 
 @cache

@@ -136,7 +136,6 @@ def _attend_forms(name: str, types: Mapping[str, str], suffix: str = "") -> Iter
     heads, kv_heads, dim, rest, window, softcap, sinks, coded = SHAPES[name]
     form = latent_codes(dim, rest) if rest else key_codes(dim)
     dtype, kept = KINDS[types["q"]], types["k_cache"]
-    types = {**types, "sinks": types["q"]} if name in TOKEN_SINKS else types
     layout = PagedLayout(heads, kv_heads, dim, rest, form if coded else None, window, softcap, dtype)
     widths = (form.width, form.width if rest else value_codes(dim).width) if coded else (dim + rest,) * 2
     caches = [torch.empty(1, 64, kv_heads, width, dtype=KINDS[kept], device="meta") for width in widths]
