@@ -208,14 +208,19 @@ def see_both_ways(spec: ModelSpec) -> ModelSpec:
     """The same model, its tokens seeing later ones, too. Raises UnsupportedModel for mixers with an order."""
 
     def turn(branch: BranchSpec) -> BranchSpec:
+        has: list[str] = []
         match branch.mixer:
             case MlpSpec():
                 return branch
-            case AttentionSpec() if type(branch.mixer) is AttentionSpec and not branch.mixer.sinks:
-                return replace(branch, mixer=replace(branch.mixer, both_ways=True))
+            case AttentionSpec() as s if type(s) is AttentionSpec:
+                parts: dict[str, object] = {"sinks": s.sinks or s.sink_keys, "chunks": s.chunk}
+                parts |= {"slopes of heads": s.slopes, "queries that grow": s.temperature}
+                if not (has := [words for words, is_there in parts.items() if is_there]):
+                    return replace(branch, mixer=replace(s, both_ways=True))
+        more = f" with {has[0]}" if has else ""
         raise UnsupportedModel(
-            f"the config says that tokens see later ones, which {type(branch.mixer).__name__} cannot; if the "
-            "model is right without it, say so with --set is_causal=true"
+            f"the config says that tokens see later ones, which {type(branch.mixer).__name__}{more} cannot; "
+            "if the model is right without it, say so with --set is_causal=true"
         )
 
     layers = tuple(tuple(turn(branch) for branch in layer) for layer in spec.layers)
