@@ -30,6 +30,7 @@ from plait.spec.model import (
 )
 
 FFN, EYES = "layers.{i}.ffn", r"^(model\.)?vision_model\."
+CHUNK = 8192  # tokens, in every published model
 
 
 @family(
@@ -45,7 +46,7 @@ FFN, EYES = "layers.{i}.ffn", r"^(model\.)?vision_model\."
         "interleave_moe_layer_step": 1,
         "use_qk_norm": True,
         "no_rope_layer_interval": 4,
-        "attention_chunk_size": 8192,
+        "attention_chunk_size": CHUNK,
         "attn_temperature_tuning": True,
         "attn_scale": 0.1,
         "floor_scale": 8192,
@@ -57,6 +58,8 @@ def llama4(c: Config) -> tuple[ModelSpec, NameMap]:
     if (chosen := c["num_experts_per_tok"]) != 1:
         raise UnsupportedModel(f"num_experts_per_tok = {chosen} is not implemented for Llama 4; known: 1")
     each, count, size = norm(c), len(c["layer_types"]), c["intermediate_size"]
+    if c.get("layer_words") and (unknown := {*c["layer_types"]} - {FULL, CHUNKED}):
+        raise UnsupportedModel(f"layer_types has {min(unknown)}; Llama 4 has {FULL} and {CHUNKED}")
     step, sparse = c["interleave_moe_layer_step"], c.get("moe_layers")
     sparse = range(step - 1, count, step) if sparse is None else sparse
     router = RouterSpec("sigmoid", renormalize=False)
@@ -109,3 +112,17 @@ def _llama4_in_gguf(m: Metadata) -> None:
     m.put("use_qk_norm", m.config["num_experts"] != 128, f"{FILE} {m.prefix}expert_count")
     routed = [i for i, has in enumerate(m.layers("ffn_gate_inp.weight")) if has]
     m.put("moe_layers", routed, "the tensors of each layer")
+    _read_window(m)
+
+
+def _read_window(m: Metadata) -> None:
+    """A window of 0 means: no chunks, and positions in all layers. Raises UnsupportedModel."""
+    key, size = "attention.sliding_window", m.config.get("sliding_window")
+    count, why = m.config["num_hidden_layers"], f"{FILE} {m.prefix}{key}"
+    if size not in (None, 0, CHUNK):
+        raise UnsupportedModel(f"{why} is {size!r:.40}; known of Llama 4: 0 and {CHUNK}")
+    if size == 0:
+        m.put("layer_types", [FULL] * count, why)
+        m.put("no_rope_layer_interval", count + 1, why)
+    if size is not None:
+        m.put("sliding_window", None, why)

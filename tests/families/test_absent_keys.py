@@ -120,6 +120,7 @@ def test_norms_behind_a_rotation_undo_what_yarn_multiplies_by(name: str, tmp_pat
         ("bamba", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not implemented for Bamba"),
         ("falcon_h1", {"hidden_act": "relu"}, "hidden_act 'relu' is not implemented for Falcon-H1"),
         ("granite", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not implemented for Granite 4"),
+        ("llama4", {"layer_types": ["sliding_attention"] * 4}, "has sliding_attention; Llama 4 has full"),
         ("aria", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not implemented for Aria"),
         ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min = 0.1 is not implemented for ERNIE 4.5"),
         ("mimo_v2_flash", {"v_head_dim": 16}, "v_head_dim = 16 is wider than head_dim"),

@@ -346,3 +346,21 @@ def test_hostile_numbers_are_typed_errors_or_models(name: str) -> None:
     assert len(lengths) > 20
     assert max(lengths) < 2500
     assert not [line for line in said if "cannot be those of a model" in line]
+
+
+def llama4(**keys: Any) -> Any:
+    sizes = {"expert_count": 4, "expert_used_count": 1, "expert_feed_forward_length": 8}
+    more = {"interleave_moe_layer_step": 1, "rope.freq_base": 5e5}
+    return plain("llama4", **{**sizes, **more, **keys, "context_length": 32_768})
+
+
+def test_a_window_of_llama4_is_its_chunks_or_none() -> None:
+    key = "attention.sliding_window"
+    usual = llama4()
+    assert [a.chunk for a in usual.mixers_of(AttentionSpec)] == [8192, 8192, 8192, None]
+    assert llama4(**{key: 8192}) == usual
+    whole = [*llama4(**{key: 0}).mixers_of(AttentionSpec)]
+    assert all(a.rope and not a.window and not a.chunk and not a.temperature for a in whole)
+    for size in (4096, 65_536):
+        with pytest.raises(UnsupportedModel, match=rf"llama4\.{key} is {size}; known of Llama 4: 0 and 8192"):
+            llama4(**{key: size})
