@@ -131,6 +131,8 @@ def rnj1(c: Config) -> tuple[ModelSpec, NameMap]:
     require(c, "Rnj-1", hidden_act=("gelu_pytorch_tanh",))
     if unknown := {*c["layer_types"]} - {FULL, CHUNKED}:
         raise UnsupportedModel(f"layer_types has {sorted(unknown)[0]}; Rnj-1 has {FULL} and {CHUNKED}")
+    if (sets := c.get("rope_words")) and (alone := {*c["layer_types"]} - {*sets}):
+        raise UnsupportedModel(f"rope_parameters have sets for layers, and none for {min(alone)} of Rnj-1")
     return _gemma(c, "rnj1", has_qk_norm=True)
 
 

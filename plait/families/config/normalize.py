@@ -220,14 +220,14 @@ def _rope(c: Config) -> dict[str, dict[str, Any]]:
     """One set of rope parameters per kind of attention layer."""
     given, old = c.get("rope_parameters") or {}, c.get("rope_scaling") or {}
     nested = {k: v for k, v in given.items() if isinstance(v, dict)}
+    local = {} if (base := c.get("rope_local_base_freq")) is None else {"rope_theta": base}
     if nested:
         c["rope_words"] = [*nested]
-        if (near := nested.get(SLIDING)) is not None and c.get("rope_local_base_freq") is not None:
-            nested[SLIDING] = {"rope_theta": c["rope_local_base_freq"], **near}
+        nested = {k: {**local, **v} if k in (SLIDING, CHUNKED) else v for k, v in nested.items()}
         return {_word(k, ROPE_WORDS, "rope_parameters"): _rope_kind(c, v) for k, v in nested.items()}
     full = _rope_kind(c, {**old, **given})
-    if (local := c.get("rope_local_base_freq")) is not None:  # Gemma 3: scaling is for full layers only
-        return {FULL: full, SLIDING: _rope_kind(c, {"rope_theta": local})}
+    if local:  # Gemma 3, Rnj-1: scaling is for full layers only
+        return {FULL: full, **{kind: _rope_kind(c, local) for kind in (SLIDING, CHUNKED)}}
     return {FULL: full, SLIDING: full}
 
 
