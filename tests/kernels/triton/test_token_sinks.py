@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 
 import pytest
@@ -23,6 +24,7 @@ from plait.spec.model import AttentionSpec
 from tests.families.parity import CPU, Memory
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
+ATTEND: Callable[..., Tensor] = attend_paged
 SCALE = 0.37  # no power of two
 
 
@@ -49,7 +51,7 @@ def test_sinks_of_any_number_of_tokens_are_those_of_the_description(rows: int, d
     where, keys = rest[: len(rest) - 1], 2 * torch.randn(KV_HEADS, DIM)
     found = make_sinks(keys, deterministic=deterministic)(q)
     wanted = paged_attention.reference(q, *deepcopy(where), dot(q, keys))
-    torch.testing.assert_close(attend_paged(q, *where, found), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ATTEND(q, *where, sinks=found), wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [3, MOST + 6])
@@ -66,4 +68,4 @@ def test_sinks_that_are_not_dense_are_refused() -> None:
     (q, *rest), _ = paged_attention.make(case, torch.float32, "cpu")
     for sinks in (torch.randn(HEADS, 3).T, torch.randn(2, HEADS), torch.randn(2 * HEADS)[::2]):
         with pytest.raises(ShapeMismatch, match="sinks must be dense"):
-            attend_paged(q, *rest[: len(rest) - 1], sinks)
+            ATTEND(q, *rest[: len(rest) - 1], sinks=sinks)
