@@ -117,11 +117,17 @@ def vaultgemma(c: Config) -> tuple[ModelSpec, NameMap]:
     return _gemma(c, "vaultgemma", has_qk_norm=False, has_post_norms=False)
 
 
+def _hf_blocks(config: Config, spec: ModelSpec) -> Values:
+    """Two blocks are what Rnj-1 calls a window."""
+    return {"sliding_window": next((2 * m.chunk for m in spec.mixers_of(AttentionSpec) if m.chunk), None)}
+
+
 @family(
     "Rnj1ForCausalLM",
     model_types=("rnj1",),
     defaults={**SHARED, "sliding_window": None, "max_position_embeddings": 131_072},
     honours=("sliding_window", "query_pre_attn_scalar", "final_logit_softcapping"),
+    hf=HfConfig(words=GEMMA_WORDS, lists_layers=True, extra=_hf_blocks),
 )
 def rnj1(c: Config) -> tuple[ModelSpec, NameMap]:
     """Rnj-1 behind the first: Gemma 3, of which local layers see a query's block and the one before.

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
+from plait.families.common.hf_config import LOCAL, HfConfig, Values
 from plait.families.common.recipes import (
     TEXT_PREFIXES,
     VISION,
@@ -33,6 +34,15 @@ FFN, EYES = "layers.{i}.ffn", r"^(model\.)?vision_model\."
 CHUNK = 8192  # tokens, in every published model
 
 
+def _hf_chunks(config: Config, spec: ModelSpec) -> Values:
+    """Which layers have chunks, and how long those are."""
+    chunks = [mixer.chunk for mixer in spec.mixers_of(AttentionSpec)]
+    return {
+        "layer_types": [CHUNKED if chunk else FULL for chunk in chunks],
+        "attention_chunk_size": next((chunk for chunk in chunks if chunk), None),
+    }
+
+
 @family(
     *("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
     model_types=("llama4_text", "llama4"),
@@ -52,6 +62,7 @@ CHUNK = 8192  # tokens, in every published model
         "floor_scale": 8192,
     },
     honours=("use_qk_norm", "no_rope_layers", "no_rope_layer_interval", "attention_chunk_size"),
+    hf=HfConfig(words=LOCAL, extra=_hf_chunks),
 )
 def llama4(c: Config) -> tuple[ModelSpec, NameMap]:
     """Layers with positions see the tokens of a query's chunk, and all others see all."""

@@ -53,7 +53,7 @@ def model_keys(arch: str, spec: ModelSpec, config: Mapping[str, object]) -> Valu
     }
     if spec.logit_softcap:
         values["final_logit_softcapping"] = float(spec.logit_softcap)
-    values |= _PARTICULARS.get(arch, _nothing)(spec)
+    values |= _PARTICULARS.get(arch, lambda _: {})(spec)
     return {f"{arch}.{key}": value for key, value in values.items()}
 
 
@@ -111,7 +111,7 @@ def _attention(spec: ModelSpec) -> Values:
         "attention.key_length": dim,
         "attention.value_length": dim,
     }
-    if window := _same([m.window for m in found], "window"):
+    if window := _same([m.window for m in found if not m.chunk], "window"):  # of chunks no file says it
         values["attention.sliding_window"] = window
     if cap := _same([m.softcap for m in found], "softcap"):
         values["attn_logit_softcapping"] = float(cap)
@@ -194,12 +194,10 @@ def _latent(spec: ModelSpec) -> Values:
         "attention.value_length": mla.kv_rank,
         "attention.key_length_mla": mla.nope_dim + mla.rope_dim,
         "attention.value_length_mla": mla.v_dim,
-        **(
-            rope_keys(mla.rope, spec.max_len, latent=True)
-            if mla.rope
-            else {"rope.dimension_count": mla.rope_dim}
-        ),
+        "rope.dimension_count": mla.rope_dim,
     }
+    if mla.rope:
+        values |= rope_keys(mla.rope, spec.max_len, latent=True)
     return values | ({"attention.q_lora_rank": mla.q_rank} if mla.q_rank else {})
 
 
@@ -278,10 +276,6 @@ def _interval(spec: ModelSpec) -> Values:
     return values
 
 
-def _nothing(spec: ModelSpec) -> Values:
-    return {}
-
-
 def _granite(spec: ModelSpec) -> Values:
     attention = next(spec.mixers_of(AttentionSpec), None)
     scale = next((b.scale for _, b in spec.branches()), 1.0)
@@ -337,6 +331,15 @@ def _ernie_moe(spec: ModelSpec) -> Values:
     return {"interleave_moe_layer_step": sparse[1] - sparse[0] if len(sparse) > 1 else 1}
 
 
+def _llama4(spec: ModelSpec) -> Values:
+    """From the first layer on, one in how many has experts. Chunks and temperatures are llama.cpp's own."""
+    sparse = [i for i, moe in enumerate(_each(spec, MoeSpec)) if moe]
+    step = sparse[0] + 1 if sparse else 0
+    if sparse != list(range(step - 1, len(spec.layers), step or 1)):
+        raise UnsupportedFormat(f"experts in the layers {sparse}; llama.cpp has them at equal distances")
+    return {"interleave_moe_layer_step": step}
+
+
 def _plamo2(spec: ModelSpec) -> Values:
     """PLaMo 2's number of heads is a rank elsewhere; layers without attention have 0 heads of both kinds."""
     ssm = next(spec.mixers_of(Mamba1Spec), None)
@@ -390,6 +393,7 @@ _PARTICULARS: Mapping[str, Callable[[ModelSpec], Values]] = MappingProxyType(
         "plamo2": _plamo2,
         "minicpm3": _minicpm3,
         "ernie4_5-moe": _ernie_moe,
+        "llama4": _llama4,
         "rwkv6": _rwkv6,
         "rwkv7": _rwkv7,
     }

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from plait.families.common.registry import find
-from plait.families.config.normalize import FULL, SLIDING, Config
+from plait.families.config.normalize import CHUNKED, FULL, SLIDING, Config
 from plait.ops.rope import frequencies
 from plait.spec.model import AttentionSpec, MlaSpec, ModelSpec, RopeSpec
 
@@ -18,6 +18,7 @@ OWN = {
     *("gguf_architecture", "rope_interleave", "rope_theta", "rope_scaling", "rope_parameters"),
     *("window_layers", "rope_local_base_freq", "partial_rotary_factor", "norm_eps", "num_experts"),
     *("mlp_layer_types", "num_shared_experts", "n_shared_experts", "shared_intermediate_size"),
+    *("layer_words", "rope_words", "mlp_layer_words"),
     *("layer_types", "head_dim", "sliding_window_pattern", "moe_intermediate_size", "hidden_act"),
     *("sliding_window", "quantization_config", "delta_tiled", "full_attention_interval"),
     *("num_nextn_predict_layers", "torch_dtype", "dtype", "transformers_version", "text_config"),
@@ -95,7 +96,7 @@ def _attention(config: Config, spec: ModelSpec, family: str) -> Values:
         values["head_dim"] = mixers[0].head_dim
     else:
         values["num_key_value_heads"] = mixers[0].num_heads
-    windows = {m.window for m in mixers if isinstance(m, AttentionSpec) and m.window}
+    windows = {m.window for m in mixers if isinstance(m, AttentionSpec) and m.window and not m.chunk}
     if windows:
         values |= {"sliding_window": windows.pop(), "use_sliding_window": True}
         if family in ("qwen2", "qwen3"):
@@ -118,8 +119,9 @@ def _rope_parameters(spec: ModelSpec, mixers: list[AttentionSpec | MlaSpec]) -> 
     """One set of parameters, or one for each kind of layer where they differ."""
     full = next((m for m in mixers if m.rope and not getattr(m, "window", None)), None)
     local = next((m for m in mixers if m.rope and getattr(m, "window", None)), None)
-    sets = {kind: _rope(m, spec) for kind, m in ((FULL, full), (SLIDING, local)) if m}
-    if len(sets) == 2 and sets[FULL] == sets[SLIDING]:
+    near = CHUNKED if getattr(local, "chunk", None) else SLIDING
+    sets = {kind: _rope(m, spec) for kind, m in ((FULL, full), (near, local)) if m}
+    if len(sets) == 2 and sets[FULL] == sets[near]:
         return sets[FULL]
     return next(iter(sets.values()), {}) if len(sets) < 2 else sets
 
