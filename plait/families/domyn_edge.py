@@ -81,11 +81,19 @@ def _list_windows(c: Config) -> list[int | None]:
 def _list_sizes(c: Config) -> list[int]:
     """The size of heads of each layer: a list, or by number those that differ."""
     given, count = c.get("per_layer_config"), c["num_hidden_layers"]
-    if isinstance(given, dict):
-        given = [given.get(str(i), {}) for i in range(count)]
+    each: object = [{}] * count if given is None else given
+    if isinstance(given, dict) and not {*given} - {str(i) for i in range(count)}:
+        each = [given.get(str(i), {}) for i in range(count)]
+    if not isinstance(each, list) or len(each) != count:
+        raise UnsupportedModel(
+            f"per_layer_config is {given!r:.80}; expected are values for {count} layers, or by their numbers"
+        )
     found: list[int] = []
-    for own in given if isinstance(given, list) else [{}] * count:
+    for own in each:
         if not isinstance(own, dict) or {*own} - {"head_dim"}:
             raise UnsupportedModel(f"per_layer_config has {own!r:.80}; known: head_dim")
-        found.append(int(own.get("head_dim", c["head_dim"])))
+        size = own.get("head_dim", c["head_dim"])
+        if type(size) is not int or size < 1:
+            raise UnsupportedModel(f"per_layer_config has a head_dim of {size!r:.40}; expected is a number")
+        found.append(size)
     return found
