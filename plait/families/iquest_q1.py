@@ -63,6 +63,7 @@ DEFAULTS: Mapping[str, object] = {
 )
 def iquest_q1(c: Config) -> tuple[ModelSpec, NameMap]:
     """IQuest Q1: behind the first layer, attention is added to what it reads. Raises UnsupportedModel."""
+    _fill_nulls(c)
     require_silu(c, "IQuest Q1")
     require(c, "IQuest Q1", moe_router_dtype=("fp32",), enable_lm_head_fp32=(True,))
     require(c, "IQuest Q1", use_over_encoding=(False,), attention_bias=(False,))
@@ -70,6 +71,13 @@ def iquest_q1(c: Config) -> tuple[ModelSpec, NameMap]:
     spec = model(c, "iquest_q1", layers, logit_scale=float(c["logit_scale"]))
     unused = unused_patterns(c, r"^mtp_layers\.")  # they draft
     return spec, NameMap(_names(c["num_experts"]), transformer(), ignored=unused)
+
+
+def _fill_nulls(c: Config) -> None:
+    """A list that is null is the usual one."""
+    if c["mlp_only_layers"] is None and "mlp_layer_words" not in c:
+        c["mlp_layer_types"] = ["sparse" if i else "dense" for i in range(len(c["layer_types"]))]
+    c |= {key: DEFAULTS[key] for key in (FIRST, BLOCK, LAST, "mlp_only_layers") if c[key] is None}
 
 
 def _list_kinds(c: Config) -> list[str]:
@@ -80,16 +88,17 @@ def _list_kinds(c: Config) -> list[str]:
             f"{BLOCKS} is {repeats!r:.40}; expected is a number of blocks in {count} layers"
         )
     kinds = [*c[FIRST], *c[BLOCK] * repeats, *c[LAST]] if c["use_hybrid_layers"] else [FULL] * count
+    window, whole = c.get("sliding_window"), [FULL] * count
     listed = c.get("layer_words") or kinds
-    if len(kinds) != count or listed != kinds or {*kinds} - {FULL, SLIDING}:
+    agrees = listed == kinds or (window is None and listed == whole)
+    if len(kinds) != count or not agrees or {*kinds} - {FULL, SLIDING}:
         raise UnsupportedModel(
             f"{FIRST}, {BLOCK} ({BLOCKS} times) and {LAST} are {kinds!r:.200}; expected are {FULL!r} and "
             f"{SLIDING!r} for {count} layers, as in layer_types where there are any"
         )
-    window = c.get("sliding_window")
     if window is not None and int(window) < 1:
         raise UnsupportedModel(f"sliding_window is {window}; expected is a number of tokens, or null")
-    return [FULL] * count if window is None else kinds
+    return whole if window is None else kinds
 
 
 def _build_layer(c: Config, i: int, kind: str) -> tuple[BranchSpec, BranchSpec]:

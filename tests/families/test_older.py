@@ -9,10 +9,11 @@ import pytest
 from plait.errors import UnsupportedModel
 from plait.families.common.registry import build_spec
 from plait.families.config.normalize import CHUNKED, FULL, SLIDING
+from plait.spec.model import AttentionSpec, MoeSpec
 from tests.families.newer_oracles import DESCRIBED
 from tests.families.older_oracles import IDS, NANBEIGE, OPENELM
 from tests.families.parity import check_description
-from tests.families.small_oracles import IQUEST_Q1, RNJ1
+from tests.families.small_oracles import DOMYN_EDGE, IQUEST_Q1, RNJ1
 
 BLOOM = {
     "architectures": ["BloomForCausalLM"],
@@ -80,3 +81,37 @@ def test_rounds_without_end_are_refused(loops: object) -> None:
 def test_a_list_of_another_length_is_refused(key: str) -> None:
     with pytest.raises(UnsupportedModel, match=rf"{key} is \[2, 2\]; expected is a list of 3 numbers"):
         build_spec({**OPENELM, key: [2, 2]})
+
+
+def test_null_lists_of_iquest_q1_are_its_usual_ones() -> None:
+    c: dict[str, Any] = {**IQUEST_Q1, "num_hidden_layers": 8, "no_rope_layers": None}
+    lists = ("first_layers_types", "hybrid_layers_types_block", "last_layers_types", "mlp_only_layers")
+    usual = {key: value for key, value in c.items() if key not in lists}
+    spec, _ = build_spec({**usual, **dict.fromkeys(lists)})
+    assert spec == build_spec(usual)[0]
+    assert [m.window for m in spec.mixers_of(AttentionSpec)] == [None, None, 6, 6, 6, None, None, None]
+    assert len([*spec.mixers_of(MoeSpec)]) == 7
+
+
+def test_layers_of_iquest_q1_may_be_listed_as_without_windows() -> None:
+    c = {**IQUEST_Q1, "use_sliding_window": False}
+    spec, _ = build_spec({**c, "layer_types": ["full_attention"] * 5})
+    assert spec == build_spec(c)[0]
+    with pytest.raises(UnsupportedModel, match="as in layer_types"):
+        build_spec({**IQUEST_Q1, "layer_types": ["full_attention"] * 5})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [5, "x", [], [{}], [{}, {}, {}, {}], {"3": {}}, {"a": {}}, {0: {}}, [{}, {}, 3], [{"head_dim": "x"}] * 3],
+    ids=str,
+)
+def test_sizes_by_layer_of_domyn_edge_are_for_its_layers(given: object) -> None:
+    with pytest.raises(UnsupportedModel, match="per_layer_config"):
+        build_spec({**DOMYN_EDGE, "per_layer_config": given})
+
+
+@pytest.mark.parametrize("given", [None, {}, {"1": {}}])
+def test_layers_of_domyn_edge_without_a_size_have_the_usual_one(given: object) -> None:
+    spec, _ = build_spec({**DOMYN_EDGE, "per_layer_config": given})
+    assert {m.head_dim for m in spec.mixers_of(AttentionSpec)} == {DOMYN_EDGE["head_dim"]}
