@@ -53,7 +53,7 @@ def model_keys(arch: str, spec: ModelSpec, config: Mapping[str, object]) -> Valu
     }
     if spec.logit_softcap:
         values["final_logit_softcapping"] = float(spec.logit_softcap)
-    values |= _PARTICULARS.get(arch, lambda _: {})(spec)
+    values |= _PARTICULARS[arch](spec) if arch in _PARTICULARS else {}
     return {f"{arch}.{key}": value for key, value in values.items()}
 
 
