@@ -40,6 +40,9 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
     ),
     "tokens that it writes see all of a prompt but few of one another, so that logits depend on where a "
     "prompt ends": ("unlimited_ocr", "unlimited_ocr_text", "unlimited-ocr", "UnlimitedOCRForCausalLM"),
+    "its queries grow by llama_4_scaling and its files have names of their own, which is not implemented": (
+        "MistralLarge3ForCausalLM",
+    ),
     "it writes images, and Plait writes text": ("glm_image", "glm_image_text"),
     IMAGE: ("blip", "blip_text_model", "git"),
     DIFFUSION: ("diffusion_gemma", "dream", "llada", "llada2_moe", "rnd1", "sdar", "sdar_moe"),
