@@ -67,6 +67,7 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Gemma 3n (text)", "GQA, local and global, MLP, four residual streams", ("gemma3n_text",)),
     ("RecurrentGemma", "RG-LRU, local GQA, MLP", ("recurrent_gemma",)),
     ("DeepSeek-V2, V3, R1, Kimi-K2, text of K2.5", "MLA, MoE", ("deepseek_v2", "deepseek_v3")),
+    ("DeepSeek-VL2 (text)", "MLA or GQA, MoE", ("deepseek_vl_v2",)),
     ("DeepSeek-V3.2 · GLM-5", "MLA with an indexer, MoE", ("deepseek_v32", "glm_moe_dsa")),
     (
         "GLM-5.3-Flash (text)",
@@ -228,6 +229,7 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 )  # fmt: skip
 # Families with another oracle than transformers: where their tests are.
 OTHER_TESTS: Mapping[str, tuple[bool, bool, bool]] = {  # Hugging Face files, GGUF, names only
+    "deepseek_vl_v2": (True, False, False),  # test_wrappers
     "plamo2": (True, True, True),  # test_plamo2, test_detect
     "bailing_moe_linear": (True, False, False),  # test_ling
     "bailing_moe": (True, True, False),  # test_ling_moe, gguf/test_recorded

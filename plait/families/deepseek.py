@@ -28,7 +28,7 @@ from plait.families.common.spec_builders import (
 from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import FULL, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch
-from plait.families.ling_moe import deepseek_ocr
+from plait.families.ling_moe import build_scaled_deepseek
 from plait.spec.model import BranchSpec, IndexerSpec, MlaSpec, ModelSpec, MtpSpec, NormSpec, RouterSpec
 
 LATENT_EPS = 1e-6  # whatever rms_norm_eps says
@@ -73,9 +73,9 @@ def hf_latent(config: Config, spec: ModelSpec) -> Values:
     hf=HfConfig(words=ROUTED, extra=hf_latent),
 )
 def deepseek_v2(c: Config) -> tuple[ModelSpec, NameMap]:
-    """DeepSeek-V2, V2-Lite: softmax scores, the best groups by their best expert. VL2 Tiny has no latents."""
+    """DeepSeek-V2, V2-Lite: softmax scores, the best groups by their best expert."""
     if c.get("use_mla") is False:
-        return deepseek_ocr(c)
+        return build_scaled_deepseek(c, "DeepSeek-V2 without latents")
     if c["topk_method"] not in ("greedy", "group_limited_greedy"):
         raise UnsupportedModel(
             f"topk_method {c['topk_method']!r} is not known for DeepSeek-V2; known: greedy, "

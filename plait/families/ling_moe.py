@@ -42,8 +42,13 @@ def deepseek_moe(c: Config) -> tuple[ModelSpec, NameMap]:
 )
 def deepseek_ocr(c: Config) -> tuple[ModelSpec, NameMap]:
     """DeepSeek-OCR 2 (text): DeepSeek-MoE, with weights of experts that may be scaled."""
-    require(c, "DeepSeek-OCR 2", use_mla=(False,), scoring_func=("softmax",))
-    require(c, "DeepSeek-OCR 2", topk_method=("greedy",), norm_topk_prob=(False,))
+    return build_scaled_deepseek(c, "DeepSeek-OCR 2")
+
+
+def build_scaled_deepseek(c: Config, name: str) -> tuple[ModelSpec, NameMap]:
+    """name: of the model, in errors. Raises UnsupportedModel."""
+    require(c, name, use_mla=(False,), scoring_func=("softmax",))
+    require(c, name, topk_method=("greedy",), norm_topk_prob=(False,))
     attns = [BranchSpec("attn", gqa(c), norm(c))] * len(c["layer_types"])
     router = RouterSpec(renormalize=False, scale=float(c["routed_scaling_factor"]))
     return build_shared_moe(c, "deepseek_ocr2_text", attns, router, beside=(*OCR_EYES, *VISION))

@@ -91,19 +91,22 @@ def mistral(c: Config) -> tuple[ModelSpec, NameMap]:
     hf=HfConfig(lists_layers=True),
 )
 @family(
-    *("Qwen2ForCausalLM", "GotOcr2ForConditionalGeneration"),
+    *("Qwen2ForCausalLM", "GotOcr2ForConditionalGeneration", "BagelForConditionalGeneration"),
     model_types=("qwen2", "got_ocr2"),
     defaults=QWEN,
-    honours=("sliding_window",),
+    honours=("sliding_window", "qk_norm"),
     detection=Detection(
         markers=(Marker((Q, "self_attn.q_proj.bias", SECOND_NORM), ("self_attn.o_proj.bias",), order=450),),
         usual={"rope_theta": 1e6, "max_position_embeddings": 32768, "norm_topk_prob": False},
     ),
-    hf=HfConfig(lists_layers=True),
+    hf=HfConfig(lists_layers=True, extra=lambda config, spec: {"qk_norm": None}),
 )
 def qwen2(c: Config) -> tuple[ModelSpec, NameMap]:
-    """Qwen2, 2.5: Llama with biases on q, k and v, which the checkpoint shows. Text of Qwen2-VL, 2.5-Omni."""
-    return dense(c, "qwen2")
+    """Qwen2, 2.5: Llama with biases on q, k and v, which the checkpoint shows. Text of Qwen2-VL, 2.5-Omni.
+
+    BAGEL's has norms of queries and keys, too, as its config says.
+    """
+    return dense(c, "qwen3", qk_norm=norm(c)) if c.get("qk_norm") else dense(c, "qwen2")
 
 
 @family(
@@ -114,7 +117,7 @@ def qwen2(c: Config) -> tuple[ModelSpec, NameMap]:
     hf=HfConfig(lists_layers=True),
 )
 @family(
-    *("Qwen3ForCausalLM", "BagelForConditionalGeneration"),
+    "Qwen3ForCausalLM",
     model_types=("qwen3",),
     defaults={**QWEN, "head_dim": 128},
     honours=("sliding_window",),

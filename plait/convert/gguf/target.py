@@ -48,7 +48,7 @@ ALSO: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "param2moe": ("bailingmoe2",),
         "rwkv6": ("rwkv6",),  # of flash-linear-attention
         "mixtral": ("llama",),
-        "deepseek_v3": ("deepseek2",),
+        **dict.fromkeys(("deepseek_v2", "deepseek_v3"), ("deepseek2",)),
         "olmo3": ("olmo2",),
         "bamba": ("granitehybrid",),
         "falcon_mamba": ("mamba",),

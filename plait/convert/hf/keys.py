@@ -79,6 +79,8 @@ def _find_names(config: Mapping[str, object], spec: ModelSpec) -> tuple[str, str
     entry = find(config)
     if entry.name == "mistral" and not any(m.window for m in spec.mixers_of(AttentionSpec)):
         return "llama", "LlamaForCausalLM"  # a Mistral that names no window has one
+    if entry.name == "qwen2" and any(m.qk_norm for m in spec.mixers_of(AttentionSpec)):
+        return "qwen3", "Qwen3ForCausalLM"  # BAGEL
     return entry.name, entry.architectures[0]
 
 

@@ -17,6 +17,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
             *("linear_attn_config", "use_parallel_residual", "parallel_attn", "swiglu_limit", "hc_mult"),
             *("query_pre_attn_scalar", "sliding_window", "mamba_rms_norm", "attn_layer_idx"),
             *("d_intermediate", "add_cross_attention", "mup_enabled", "llama_4_scaling_beta"),
+            "llama_4_scaling",
             *("use_post_norm", "layer_rope_theta", "scale_attn_by_inverse_layer_idx", "use_long_context"),
             *("scale_depth", "dim_model_base", "rotary_emb_fraction", "mamba_layers"),
             *("kv_source_layers", "moe_hidden_size", "residual_gate_temperature"),

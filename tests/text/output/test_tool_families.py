@@ -210,6 +210,7 @@ FAMILIES: dict[str, list[Form]] = {
     "Gemma 4 (text)": [named("{{ tools }}<|tool_call>call:f<|channel>thought<channel|>", "gemma4", "gemma4")],
     "Rnj-1": [HERMES_FORM],
     "RecurrentGemma": [Form("<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>")],
+    "DeepSeek-VL2 (text)": [Form("<|User|>: {{ m.content }}\n\n<|Assistant|>: ")],
     "DeepSeek-V2, V3, R1, Kimi-K2, text of K2.5": [
         Form("User: {{ m.content }}\n\nAssistant: "),
         Form(f"{DS['begin']}{DS['call']}function{DS['sep']}f\n```json", "deepseek", DEEPSEEK_V3),
