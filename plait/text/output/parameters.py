@@ -30,7 +30,8 @@ class ArgumentTags(Struct, frozen=True):
     `pads`: a line end on either side of the value is not its own. `words`: JSON type → the word between
     `named` and `value` that says whether the value is text or JSON; a call may leave it out with `named`.
     `stop`: what comes behind the last argument begins with this. `kind`: around the word of a type, which a
-    call may write before a value; the tool's schema says it, too.
+    call may write before a value. It counts where a schema allows several types, that one included, or says
+    nothing of the argument.
     """
 
     key: str

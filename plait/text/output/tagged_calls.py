@@ -144,8 +144,12 @@ def _pairs(
     while found:
         key, word = found
         reply.argue(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
-        types = _types(schema, key) if not word else _ANY
-        text = word == tags.words.get("string", word) if word else types == {"string"}
+        types, text = _types(schema, key), False
+        if word and tags.words:
+            types, text = _ANY, word == tags.words.get("string", word)
+        elif word in (types or JSON_TYPES):
+            types = frozenset((word,))
+        text = text or types == {"string"}
         if not (yield from _parameter(reply, types, tags, text)):
             return False
         yield from cursor.space()
@@ -169,7 +173,7 @@ def _key(cursor: TextCursor, tags: ArgumentTags) -> Reading[tuple[str, str] | No
     elif tags.value and not tags.words:
         yield from cursor.space()
     if tags.kind[0] and (yield from cursor.skip(tags.kind[0])):
-        yield from cursor.word(_KEY)
+        word = (yield from cursor.word(_KEY)).partition("[")[0].strip(SPACE).lower()
         if not (yield from cursor.skip(tags.kind[1])):
             return None
         yield from cursor.space()
