@@ -244,7 +244,9 @@ class ThinkingBudget(Struct, frozen=True):
     """At most `num_tokens` tokens of thinking in a reply; `closing_ids` are written then.
 
     Thinking lies between the texts `opening` and `closing`. `is_open`: the prompt ends inside of it.
-    `anywhere`: it may also begin behind content, and not only where a reply begins.
+    `anywhere`: it may also begin behind content, and not only where a reply begins. `closings`:
+    texts that end what the prompt has opened, as `closing` does. `until`: texts that end thinking and are
+    no part of it.
     """
 
     num_tokens: int
@@ -253,6 +255,8 @@ class ThinkingBudget(Struct, frozen=True):
     closing_ids: tuple[int, ...]
     is_open: bool = False
     anywhere: bool = False
+    closings: tuple[str, ...] = ()
+    until: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -188,7 +188,10 @@ class ThinkingWatch:
 
     def __init__(self, budget: ThinkingBudget, token_bytes: Callable[[int], bytes]) -> None:
         self._budget, self._token_bytes = budget, token_bytes
-        self._opening, self._closing = budget.opening.encode(), budget.closing.encode()
+        self._opening, closing = budget.opening.encode(), budget.closing.encode()
+        self._closings, self._own = (closing, *(text.encode() for text in budget.closings)), (closing,)
+        self._until = tuple(text.encode() for text in budget.until)
+        self._longest = max(map(len, (self._opening, *self._closings, *self._until)))
         self._is_open, self._used, self._tail = budget.is_open, 0, b""
         self._may_begin = True  # nothing but thinking and white space so far
         self._due: tuple[int, ...] = ()
@@ -206,7 +209,7 @@ class ThinkingWatch:
         self._tail += self._token_bytes(token_id)
         while self._turn():
             pass
-        self._tail = self._tail[-max(len(self._opening), len(self._closing)) :]
+        self._tail = self._tail[-self._longest :]
         if not self._due:
             self._demand()
 
@@ -222,10 +225,14 @@ class ThinkingWatch:
             self._may_begin = self._may_begin and goes_on
             if not self._may_begin:
                 return False
-        _, marker, rest = self._tail.partition(self._closing if self._is_open else self._opening)
-        if marker:
-            self._is_open, self._tail = not self._is_open, rest
-        return bool(marker)
+        markers = (*self._closings, *self._until) if self._is_open else (self._opening,)
+        found = min(((at, text) for text in markers if (at := self._tail.find(text)) >= 0), default=None)
+        if found is None:
+            return False
+        at, text = found
+        self._tail = self._tail[at + (0 if text in self._until else len(text)) :]
+        self._is_open, self._closings = not self._is_open, self._own
+        return True
 
     def _demand(self) -> None:
         if self._is_open and self._used >= self._budget.num_tokens:

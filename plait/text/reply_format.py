@@ -197,7 +197,14 @@ class ReplyFormat:
         pair = self.reasoning.pairs[0]
         ids = self._tokenizer.encode(pair.closing, add_special=False, allow_special=True)
         return ThinkingBudget(
-            num_tokens, pair.opening, pair.closing, tuple(ids), shape.is_open, self.reasoning.anywhere
+            num_tokens,
+            pair.opening,
+            pair.closing,
+            tuple(ids),
+            shape.is_open,
+            self.reasoning.anywhere,
+            closings=tuple(other.closing for other in self.reasoning.pairs[1:]),
+            until=self.reasoning.until,
         )
 
     def _calls(self, shape: ReplyShape) -> ToolFormat | None:

@@ -69,12 +69,13 @@ def _until(part: FreeUntil | Value, special_ids: Mapping[str, int], rules: Rules
 
         patterns = [f"({regex_to_lark(pattern, '')})" for pattern in part.patterns]
         kept = f"~/(?s:.*){quote_regex(part.closing)}(?s:.+)/" if part.closing else ""
-    elif part.end.text not in special_ids:
+    else:
         kept = _without(part.without, special_ids)
     lead, *rest = _cut_marker(part.end.text, special_ids) if isinstance(part.end, FormatMarker) else [""]
     if rest:  # a control token ends the text, behind what the marker has before it
-        text = ": " + " & ".join(f"/{pattern}{quote_regex(lead)}/" for pattern in patterns)
-        return f"{_rule(rules, text)} {_write_pieces(rest, special_ids)}"
+        texts = [f"/{pattern}{quote_regex(lead)}/" for pattern in patterns]
+        texts += [kept] if kept and isinstance(part, FreeUntil) else []
+        return f"{_rule(rules, ': ' + ' & '.join(texts))} {_write_pieces(rest, special_ids)}"
     texts = [f"/{pattern}{quote_regex(part.end.text)}/" for pattern in patterns]
     return _rule(rules, "[lazy]: " + " & ".join([*texts, kept] if kept else texts))
 

@@ -44,7 +44,7 @@ class Json(Struct, frozen=True):
 class FreeUntil(Struct, frozen=True):
     """Any text up to and with the first occurrence of `end`, which may be a marker.
 
-    None of `without` may come before an `end` that is text.
+    None of `without` may come before `end`.
     """
 
     end: FormatMarker | Text
@@ -197,14 +197,23 @@ def frame_call(
 def begin_thinking(reasoning: ReasoningFormat | None, starts_open: bool, *, again: bool = True) -> Structure:
     """Thinking that may come before what is demanded, opened by the prompt or not.
 
-    `again`: in several blocks; not in any number, or a reply could think for ever.
+    `again`: in several blocks; not in any number, or a reply could think for ever. What would end thinking
+    without its closing marker must not be in it: what is demanded comes behind that marker.
     """
     if reasoning is None:
         return ()
-    first = reasoning.pairs[0]
     between = OneOf(tuple((FormatMarker(text),) if text else () for text in reasoning.between))
-    rest: Structure = (FreeUntil(FormatMarker(first.closing)), between)
-    block: Structure = (FormatMarker(first.opening), *rest)
+    first, closings = reasoning.pairs[0], [pair.closing for pair in reasoning.pairs]
+    ends = tuple(
+        (FreeUntil(FormatMarker(end), (*reasoning.until, *(c for c in closings if c != end))),)
+        for end in closings
+    )
+    rest: Structure = (ends[0][0] if len(ends) == 1 else OneOf(ends), between)
+    block: Structure = (
+        FormatMarker(first.opening),
+        FreeUntil(FormatMarker(first.closing), reasoning.until),
+        between,
+    )
     most = MOST_THOUGHTS if again else 1
     more: Structure = ()
     for _ in range(most - starts_open):

@@ -11,6 +11,7 @@ What holds for every way of cutting the text into parts:
   off or malformed before its arguments began.
 - A call that is cut off or malformed *inside* its arguments has begun, and ends with `complete=False`. What
   the model wrote from the first wrong character on is content, without the closing marker.
+- Thinking ends with its closing marker, or before a marker that its format has for what follows (`until`).
 - Thinking begins where a reply begins, also once more behind thinking, and nowhere else: its markers behind
   content or a call are content. Formats of which every part has a marker (`anywhere`) are the exception.
 - Nothing raises, and the time is linear in the text.
@@ -85,6 +86,7 @@ class OutputParser:
         self._calls = calls if tools else None
         self._thinks_first = may_think and reasoning is not None and not reasoning.anywhere
         self._ends = {pair.opening: pair.closing for pair in reasoning.pairs} if reasoning else {}
+        self._until = reasoning.until if reasoning else ()
         self._passed = frozenset(reasoning.wrappers if reasoning else ())
         self._most = most_calls
         opens = self._calls.opens if self._calls else ()
@@ -146,11 +148,11 @@ class OutputParser:
     def _read(self) -> Reading[None]:
         cursor = self._reply.cursor
         if self.is_reasoning:
-            yield from self._think(next(iter(self._ends.values())))
+            yield from self._think(tuple(self._ends.values()))
         while marker := (yield from self._content()):
             if marker in self._ends:
                 cursor.take(len(marker))
-                yield from self._think(self._ends[marker])
+                yield from self._think((self._ends[marker],))
             elif self._calls:
                 yield from self._call(self._calls, marker)
         self._reply.close()
@@ -195,10 +197,10 @@ class OutputParser:
         self._may_close = self._may_close and marker in self._passed
         return True
 
-    def _think(self, closing: str) -> Reading[None]:
-        """A block of thinking, after its opening marker."""
+    def _think(self, closings: tuple[str, ...]) -> Reading[None]:
+        """A block of thinking, after its opening marker; one that the prompt opened may be of any kind."""
         cursor, reply = self._reply.cursor, self._reply
-        self.is_reasoning, end, found = True, Markers((closing,)), None
+        self.is_reasoning, end, found = True, Markers((*closings, *self._until)), None
         reply.leave_content()
         yield from cursor.space()
         while not found:
@@ -209,7 +211,8 @@ class OutputParser:
                 break
             if not found:
                 yield
-        cursor.take(len(closing) if found else 0)
+        if found and (closing := cursor.text[slice(*found)]) not in self._until:
+            cursor.take(len(closing))
         self.num_reasoning_chars += reply.end_thinking(cut=not found)
         self.is_reasoning = False
 

@@ -24,6 +24,7 @@ class ReasoningFormat(Struct, frozen=True):
     write after its thinking. `final`: what must come before content, where it has a marker of its own.
     `before`: what a prompt for a new reply ends with then, if not with what is `between`.
     `anywhere`: thinking may also begin behind content, as every part of a reply has a marker.
+    `until`: markers of what follows that end thinking without its closing marker. They remain in the text.
     """
 
     name: str
@@ -35,11 +36,12 @@ class ReasoningFormat(Struct, frozen=True):
     final: str = ""
     before: tuple[str, ...] = ()
     anywhere: bool = False
+    until: tuple[str, ...] = ()
 
     @property
     def markers(self) -> frozenset[str]:
         """Every marker that must appear in the text: see `OutputParser.find_shown`."""
-        return frozenset(self.wrappers) | {
+        return frozenset((*self.wrappers, *self.until)) | {
             text for pair in self.pairs for text in (pair.opening, pair.closing)
         }
 
@@ -61,11 +63,13 @@ class ReasoningFormat(Struct, frozen=True):
     def leaves_open(self, text: str) -> bool:
         """Whether an assistant's text begins a block of thinking and does not end it."""
         if self.anywhere:
-            closed = max(text.rfind(pair.closing) for pair in self.pairs)
+            closed = max(text.rfind(end) for end in (*(pair.closing for pair in self.pairs), *self.until))
             return any(text.rfind(pair.opening) > closed for pair in self.pairs)
         rest = text.lstrip()
         while pair := next((pair for pair in self.pairs if rest.startswith(pair.opening)), None):
-            _, is_closed, rest = rest.partition(pair.closing)
+            thought, is_closed, rest = rest.partition(pair.closing)
+            if any(marker in thought for marker in self.until):
+                return False
             if not is_closed:
                 return True
             rest = rest.lstrip()
@@ -138,6 +142,7 @@ REASONING: Mapping[str, ReasoningFormat] = {
             tuple(Pair(f"<ifm|think{how}>", f"</ifm|think{how}>") for how in ("", "_fast", "_faster")),
             signs=("<ifm|think>",),
             tokens=("<ifm|think>", "</ifm|think>"),
+            until=("<ifm|tool_calls>",),
         ),
         _pair("kimi_dev", "◁think▷", "◁/think▷"),
         _pair("pangu", "[unused16]", "[unused17]"),

@@ -158,6 +158,63 @@ def test_calls_of_k2_horizon_have_three_forms(effort: str) -> None:
         assert found.reasoning == "It rains."
 
 
+@pytest.mark.parametrize("starts_open", [False, True])
+@pytest.mark.parametrize("effort", ["", "_fast", "_faster"])
+def test_a_call_of_k2_horizon_ends_thinking_that_nothing_closed(effort: str, starts_open: bool) -> None:
+    call = "<ifm|tool_calls>\n<ifm|tool_call>search</ifm|tool_call>\n</ifm|tool_calls>"
+    opening = "" if starts_open else f"<ifm|think{effort}>"
+    how: dict[str, Any] = {"reasoning": REASONING["ifm"], "starts_open": starts_open}
+    for closing in ("", f"</ifm|think{effort}>"):
+        text = f"{opening}It <ifm| rains.\n{closing}{call}"
+        whole = read("ifm", [text], **how)
+        assert (whole.calls, whole.content, whole.reasoning) == ([("search", {})], "", "It <ifm| rains.")
+        for at in range(1, len(text)):
+            assert read("ifm", [text[:at], text[at:]], **how) == whole, text[:at]
+        assert read("ifm", list(text), **how) == whole
+    for other in {"", "_fast", "_faster"} - {effort}:
+        found = read("ifm", [f"<ifm|think{effort}>a</ifm|think{other}>b{call}"], reasoning=REASONING["ifm"])
+        assert (found.reasoning, found.content) == (f"a</ifm|think{other}>b", "")
+    cut = read("ifm", list(f"{opening}It rains.<ifm|tool_ca"), **how)
+    assert (cut.reasoning, cut.content, cut.calls) == ("It rains.<ifm|tool_ca", "", [])
+
+
+def test_the_type_that_a_k2_horizon_call_writes_counts_where_the_schema_leaves_it_open() -> None:
+    listed = {
+        "either": {"type": ["string", "integer"]},
+        "any_of": {"anyOf": [{"type": "string"}, {"type": "integer"}, {"type": "null"}]},
+        "text": {"type": "string"},
+        "number": {"type": "integer"},
+        "empty": {},
+    }
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": listed}}}]
+    rows: list[tuple[str, str, str, Any]] = [
+        ("either", "integer", "5", 5),
+        ("either", " Integer ", "5", 5),
+        ("either", "string", "5", "5"),
+        ("either", "array", "5", "5"),
+        ("either", "any", "5", "5"),
+        ("either", "integer", "five", "five"),
+        ("any_of", "integer", "5", 5),
+        ("any_of", "null", "null", None),
+        ("any_of", "string", "null", "null"),
+        ("text", "integer", "5", "5"),
+        ("number", "string", "5", 5),
+        ("empty", "string", "5", "5"),
+        ("other", "string", "5", "5"),
+        ("other", "integer", "5", 5),
+        ("other", "array[string]", '["x"]', ["x"]),
+        ("other", "any", "5", 5),
+        ("other", "colour", "5", 5),
+    ]
+    for key, kind, value, wanted in rows:
+        text = (
+            f"<ifm|tool_calls><ifm|tool_call>f<ifm|arg_key>{key}</ifm|arg_key><ifm|arg_type>{kind}"
+            f"</ifm|arg_type><ifm|arg_value>{value}</ifm|arg_value></ifm|tool_call></ifm|tool_calls>"
+        )
+        for parts in ([text], list(text)):
+            assert read("ifm", parts, tools=tools).calls == [("f", {key: wanted})], (key, kind, value)
+
+
 def test_gemma_values_are_nested_and_texts_hold_anything() -> None:
     text = '<|tool_call>call:f{a:{b:[1.5,true,null],c:<|"|>x "y" {z},\n<|<|"|>},d:[]}<tool_call|>'
     assert read("gemma4", list(text)).calls == [
