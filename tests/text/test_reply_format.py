@@ -291,3 +291,25 @@ def test_a_reply_that_cannot_think_is_content_in_full() -> None:
     assert reader is not None
     parser = reader.parser()
     assert [*parser.push("<think>a</think>b"), *parser.finish()] == [Content("<think>a</think>b")]
+
+
+@pytest.mark.parametrize("effort", ["", "_fast", "_faster"])
+def test_thinking_of_k2_horizon_ends_for_grammars_and_budgets_where_it_ends_for_readers(
+    compiler: GrammarCompiler, effort: str
+) -> None:
+    template = JinjaTemplate("test", {"default": "{{ tools }}{{ messages }}"}, TOKENIZER, {})
+    model = ReplyFormat(TOKENIZER, template, tools="ifm", reasoning="ifm")
+    opened, end, call = ReplyShape(is_open=True), f"</ifm|think{effort}>", "<ifm|tool_calls>"
+    grammar = model.grammar(WISH, opened)
+    assert accepts(compiler, grammar, f"hm{end}yes")
+    for text in (f"hm{call}{end}yes", f"hm{end}hm{end}yes", "hm"):
+        assert not accepts(compiler, grammar, text), text
+    budget = model.budget(30, opened)
+    assert budget is not None
+    for text in (f"hm{end} a", f"hm{call}"):
+        watch = ThinkingWatch(budget, TOKENIZER.token_bytes)
+        assert watch._is_open
+        for token_id in TOKENIZER.encode(text + " word" * 40, add_special=False, allow_special=True):
+            watch.push(token_id)
+            assert watch.due == (), text
+        assert not watch._is_open
