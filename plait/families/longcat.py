@@ -97,8 +97,8 @@ def _ngrams(c: Config) -> NgramSumSpec | None:
             f"{split} tables of {rows} rows for each of n-grams up to {longest} tokens; known are up to "
             f"{MOST_TOKENS} tokens, {MOST_HEADS} tables in all and {MOST_ROWS} rows"
         )
-    if hidden % heads:
-        raise UnsupportedModel(f"hidden_size {hidden} is not divided by {heads} tables of n-grams")
+    if hidden < heads:
+        raise UnsupportedModel(f"hidden_size {hidden} is less than {heads} tables of n-grams")
     sizes = tuple(int(rows) + 2 * head + 1 for head in range(heads))
     lengths = tuple(2 + head // split for head in range(heads))
     return NgramSumSpec(hidden // heads, sizes, lengths, c["vocab_size"], end)

@@ -43,7 +43,7 @@ PUBLISHED = {
     "qwen1": "qwen",
     "telechat3": "telechat3",
     "xverse": "PanguEmbedded",
-    **{name: KIN[name][1] for name in ("yi", "mimo", "minicpmv_2", "molmo_o")},
+    **{name: KIN[name][1] for name in ("yi", "mimo", "minicpmv_2", "molmo_o", "deepseek_vl2")},
 }
 # The variant of tiny.VARIANTS that each is, in the words of the state-spaces project.
 STATE_SPACES = {"state_spaces_mamba1": "mamba", "state_spaces_mamba2": "mamba2"}

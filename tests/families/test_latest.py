@@ -112,7 +112,7 @@ def test_longcat_flash_lite_is_longcat_flash_over_other_embeddings(changes: dict
         ({"eos_token_id": 97}, "eos_token_id is 97"),
         ({"eos_token_id": []}, "eos_token_id is"),
         ({"mla_scale_q_lora": False}, "mla_scale_q_lora = False is not implemented"),
-        ({"emb_neighbor_num": 2, "emb_split_num": 7}, "is not divided by 7 tables"),
+        ({"emb_neighbor_num": 2, "emb_split_num": 99}, "hidden_size 36 is less than 99 tables"),
         ({"ngram_exclude_sp_token": True}, "ngram_exclude_sp_token is True"),
         ({"moe_group_size": 4}, "moe_group_size is 4, which is not implemented"),
     ],

@@ -27,6 +27,7 @@ KIN = {
     "minicpmv_2_6": ("qwen2", "minicpmv"),
     "minicpmo_4_5": ("qwen3", "minicpmv"),
     "mimo": ("qwen2", "mimo"),
+    "deepseek_vl2": ("deepseek_v2", "deepseek_vl_v2"),
     "molmo_d": ("qwen2", "molmo"),
     "molmo_o": ("olmo2_plain", "molmo"),
 }
@@ -95,6 +96,14 @@ def _minicpmo(c: Config, t: Tensors) -> tuple[Config, Tensors]:
 @layout("mimo")
 def _mimo(c: Config, t: Tensors) -> tuple[Config, Tensors]:
     return c | {"architectures": ["MiMoForCausalLM"]}, t | {"model.mtp_layers.0.input_proj.weight": EYE}
+
+
+@layout("deepseek_vl2")
+def _deepseek_vl2(c: Config, t: Tensors) -> tuple[Config, Tensors]:
+    own = {**c, "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2"}
+    outer = {"architectures": ["DeepseekVLV2ForCausalLM"], "model_type": "deepseek_vl_v2"}
+    made = {f"language.{name}": w for name, w in t.items()}
+    return {**outer, "language_config": own}, made | {"projector.layers.0.weight": EYE}
 
 
 @layout("molmo_d", "molmo_o")
