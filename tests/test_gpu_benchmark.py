@@ -61,6 +61,7 @@ def test_rows_are_written_once_and_a_later_call_goes_on(
     assert "ranks need several GPUs" in found["note"]
 
 
+@pytest.mark.sampled(2, across="heavy")
 def test_forms_of_kernels_are_compiled_for_the_chip(part: Any, tmp_path: Path) -> None:
     assert call(part, tmp_path, "--phases", "1") == 0
     (row,) = rows_of(tmp_path)

@@ -43,6 +43,7 @@ for wide in (False, True):
 """
 
 
+@pytest.mark.sampled(2, across="heavy")
 def test_products_that_32_bits_may_not_hold_are_faults_where_an_address_is_made_of_them(
     tmp_path: Path,
 ) -> None:

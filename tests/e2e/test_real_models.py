@@ -62,6 +62,7 @@ def test_chat_makes_sense(smollm2: Path) -> None:
     assert "<" not in answer.text  # no control token is shown
 
 
+@pytest.mark.sampled(2, across="heavy")
 def test_a_model_without_a_chat_format_says_so(gemma3: Path) -> None:
     """The packaged Gemma 3 270M is the pretrained one: it continues text and has no chat template."""
     with LLM(str(gemma3), device="cpu", max_model_len=512) as llm:

@@ -169,6 +169,7 @@ def test_heads_that_cannot_be_are_refused(changes: dict[str, object], message: s
         describe(DFlashOracle("z-lab", tmp_path), **changes)
 
 
+@pytest.mark.sampled(2, across="heavy")
 @pytest.mark.parametrize("name", ["scales", "speculators", "DSpark", "DFlash2"])
 def test_no_value_of_a_config_raises_another_error(name: str, tmp_path: Path) -> None:
     oracle = DFlashOracle(name, tmp_path)

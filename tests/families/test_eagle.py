@@ -218,6 +218,7 @@ def test_heads_that_cannot_be_are_refused(changes: dict[str, object], message: s
 VALUES = (None, -1, 0, 3, 10**9, 0.5, 1e30, float("nan"), True, "x", [], [1], ["x"], {}, {"rope_type": "x"})
 
 
+@pytest.mark.sampled(2, across="heavy")
 @pytest.mark.parametrize("name", ["modelopt", "speculators", "parallel"])
 def test_no_value_of_a_config_raises_another_error(name: str, tmp_path: Path) -> None:
     oracle = EagleOracle(name, tmp_path)

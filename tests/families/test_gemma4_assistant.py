@@ -238,6 +238,7 @@ def test_model_without_such_layers_is_refused(first: AssistantOracle) -> None:
 VALUES = (None, -1, 0, 3, 10**9, 0.5, 1e30, float("nan"), True, "x", [], [1], ["x"], {}, {"rope_type": "x"})
 
 
+@pytest.mark.sampled(2, across="heavy")
 def test_no_value_of_a_config_raises_another_error(first: AssistantOracle) -> None:
     config = first.described
     for key in (*config, *config["text_config"], "rope_scaling", "layer_types"):

@@ -102,6 +102,7 @@ def test_a_language_it_does_not_know_changes_nothing(
     assert after.resolved.provenance == opened(folder).resolved.provenance
 
 
+@pytest.mark.sampled(2, across="heavy")
 @pytest.mark.usefixtures("wrong_defaults")
 def test_the_first_run_probes_once_and_later_ones_never(
     nano_hybrid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -35,6 +35,7 @@ def test_torch_computes_and_what_only_meta_tensors_need_is_not_there() -> None:
     assert said(script).splitlines() == ["[3.0, 3.0] 2", "False False", "True True"]
 
 
+@pytest.mark.sampled(2, across="heavy")
 def test_absent_module_is_imported_when_an_attribute_is_read() -> None:
     script = (
         "from plait.loading.torch_preload import TorchStart; TorchStart().finish(); import torch;"

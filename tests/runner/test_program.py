@@ -141,6 +141,7 @@ def test_a_recorded_step_is_replayed(name: str, checkpoints: Path) -> None:
         assert_replayed(model, reference)
 
 
+@pytest.mark.sampled(2, across="heavy")
 @pytest.mark.parametrize(
     "name",
     ["deepseek_v3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gemma3", "zamba2", "gpt_oss"))],

@@ -104,6 +104,7 @@ def test_a_broken_kernel_is_named_with_its_layer(
         assert place.largest == pytest.approx(1e-3, rel=1e-2)
 
 
+@pytest.mark.sampled(2, across="heavy")
 def test_a_broken_scan_is_found_where_a_prompt_is_cut(
     bamba: Path, opened: Callable[..., Loaded], monkeypatch: pytest.MonkeyPatch
 ) -> None:

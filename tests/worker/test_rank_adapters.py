@@ -36,6 +36,7 @@ def ranks(folder: Path) -> Iterator[LLM]:
         yield llm
 
 
+@pytest.mark.sampled(2, across="heavy")
 def test_ranks_with_an_adapter_equal_the_merged_model(folder: Path, ranks: LLM) -> None:
     with LLM(str(folder / "merged"), **OPTIONS) as merged:
         wanted = scores(merged)

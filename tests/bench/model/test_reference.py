@@ -40,6 +40,7 @@ class SideHere:
         self._child.side.close()
 
 
+@pytest.mark.sampled(2, across="heavy")
 def test_reference_agrees_with_native_kernels_and_finds_a_wrong_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

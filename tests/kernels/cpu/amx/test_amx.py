@@ -165,7 +165,7 @@ MORE = (  # that compile as long and differ in how codes and scales are read, wh
 )  # fmt: skip
 
 
-@pytest.mark.sampled(2, across="tiles")
+@pytest.mark.sampled(3, across="tiles")
 @pytest.mark.parametrize("kind", [*STORAGES, *(pytest.param(kind, marks=pytest.mark.slow) for kind in MORE)])
 def test_every_storage_is_decoded_and_multiplied(kind: str, cpu: Any) -> None:
     torch.manual_seed(1)
@@ -175,7 +175,7 @@ def test_every_storage_is_decoded_and_multiplied(kind: str, cpu: Any) -> None:
     assert (found - expected(x, weight, bias)).abs().max() < 5e-5 * float(x.abs().max())
 
 
-@pytest.mark.sampled(2, across="tiles")
+@pytest.mark.sampled(3, across="tiles")
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("n_in", [pytest.param(64, marks=pytest.mark.slow), 1031])
 def test_plain_numbers_and_inputs_that_fill_no_tile(kind: str, n_in: int, cpu: Any) -> None:
@@ -196,7 +196,7 @@ def test_a_row_does_not_depend_on_other_rows_nor_on_threads(cpu: Any, one: Any) 
     assert torch.equal(whole[100:140], part)
 
 
-@pytest.mark.sampled(2, across="tiles")
+@pytest.mark.sampled(3, across="tiles")
 @pytest.mark.parametrize(
     "kind",
     [
@@ -312,7 +312,7 @@ ATTENTION = (
 )
 
 
-@pytest.mark.sampled(2, across="tiles")
+@pytest.mark.sampled(3, across="tiles")
 @pytest.mark.parametrize("case", ATTENTION, ids=str)
 def test_attention_of_many_tokens(case: Any, cpu: Any) -> None:
     torch.manual_seed(4)

@@ -63,6 +63,7 @@ def calls_beside_sums(lines: list[str]) -> list[str]:
     return found
 
 
+@pytest.mark.sampled(2, across="heavy")
 @pytest.mark.skipif(target.platform.machine() != "x86_64", reason="compiles for x86-64")
 @pytest.mark.parametrize(
     ("kernel", "product", "regions"),
