@@ -15,14 +15,19 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from anthropic import Anthropic
 from openai import AsyncOpenAI, NotFoundError, OpenAI
 
 from tests.contract.wire import Client
 from tests.e2e.conftest import serve
+from tests.lazy_modules import import_lazily
+
+if TYPE_CHECKING:
+    from anthropic import Anthropic
+
+anthropic_client = import_lazily("anthropic")
 
 MODEL = "smol"
 ASK: Any = [{"role": "user", "content": "Name three colors."}]
@@ -48,7 +53,9 @@ def lenient(url: str) -> Iterator[OpenAI]:
 
 @pytest.fixture(scope="module")
 def anthropic(url: str) -> Iterator[Anthropic]:
-    with Anthropic(base_url=url, api_key="x", max_retries=0, _strict_response_validation=True) as found:
+    with anthropic_client.Anthropic(
+        base_url=url, api_key="x", max_retries=0, _strict_response_validation=True
+    ) as found:
         yield found
 
 

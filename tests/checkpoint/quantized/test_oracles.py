@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -16,6 +14,13 @@ from plait.checkpoint.quantized.packed import QuantizedCheckpoint
 from plait.checkpoint.quantized.scheme import find_scheme
 from plait.quant.weight import Weight
 from tests.checkpoint.quantized.packings import InMemory, compressed, e4m3, gpt_oss
+from tests.lazy_modules import import_lazily
+
+if TYPE_CHECKING:
+    from compressed_tensors.quantization import QuantizationArgs
+
+compressors = import_lazily("compressed_tensors.compressors")
+quantization = import_lazily("compressed_tensors.quantization")
 
 ROWS, COLS = 48, 192
 INT: dict[str, Any] = {"type": "int", "strategy": "group", "group_size": 32}
@@ -76,10 +81,10 @@ def module(args: QuantizationArgs) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", CASES)
 def test_what_compressed_tensors_writes_is_read_as_it_reads_it(name: str) -> None:
     format_, words = CASES[name]
-    args = QuantizationArgs(**words)
+    args = quantization.QuantizationArgs(**words)
     scheme, library = (
-        QuantizationScheme(targets=["Linear"], weights=args),
-        BaseCompressor.get_value_from_registry(format_),
+        quantization.QuantizationScheme(targets=["Linear"], weights=args),
+        compressors.BaseCompressor.get_value_from_registry(format_),
     )
     stored = library.compress(module(args), scheme)
     wanted = library.decompress(dict(stored), scheme)["weight"]

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import msgspec
 import pytest
-from anthropic import Anthropic
 
 from plait.errors import InvalidField
 from plait.frontend.deltas import Delta
@@ -23,10 +21,16 @@ from plait.server.anthropic.messages import MessagesReply
 from plait.server.api.validate import IGNORED_HEADER
 from plait.server.http.errors import Problem
 from tests.contract.wire import Answer, Client
+from tests.lazy_modules import import_lazily
 from tests.server.conftest import serving, wait_until
 from tests.server.fake import EchoLoop
 from tests.server.real_engine import engine_front
 from tests.server.responses.test_responses import PLAN, as_read, fed, said
+
+if TYPE_CHECKING:
+    from anthropic import Anthropic
+
+anthropic = import_lazily("anthropic")
 
 PATH = "/v1/messages"
 
@@ -34,7 +38,7 @@ PATH = "/v1/messages"
 @pytest.fixture
 def claude(base_url: str) -> Iterator[Anthropic]:
     """It reads strictly: a field that is missing, or of another type than it declares, raises."""
-    with Anthropic(
+    with anthropic.Anthropic(
         base_url=base_url, api_key="none", max_retries=0, _strict_response_validation=True
     ) as found:
         yield found
