@@ -106,6 +106,11 @@ class EngineConfig:
         " head), a head of EAGLE-3, P-EAGLE, DFlash or Gemma 4, or a model",
     )
     num_draft_tokens: int = option(8, "the most draft tokens at a time", least=1)
+    canvas_threshold: float | None = option(
+        None,
+        "models that fill canvases (block diffusion): a place keeps its token if that has more than this "
+        "probability; default: the model's, 0.95",
+    )
     threads: int | None = option(
         None, "CPU threads; default: the physical cores this process may use, at most its CPU quota", least=1
     )
@@ -194,6 +199,8 @@ class EngineConfig:
         self._check_lora()
         if not 0 < self.gpu_memory <= 1:
             raise ConfigError(f"gpu_memory: {self.gpu_memory} is no share between 0 and 1")
+        if self.canvas_threshold is not None and not 0 <= self.canvas_threshold <= 1:
+            raise ConfigError(f"canvas_threshold: {self.canvas_threshold} is no probability from 0 to 1")
         if not self.packed_cache.strip():
             raise ConfigError("packed_cache: it is empty; name a folder, or auto or off")
         if self.prefill == "bf16" and (self.deterministic or self.precise):

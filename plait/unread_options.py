@@ -18,7 +18,7 @@ Row = tuple[bool, tuple[str, ...], str]  # whether it holds, which options are n
 
 
 def list_unread(
-    config: EngineConfig, states: Mapping[str, State], *, causal: bool, is_on_gpu: bool
+    config: EngineConfig, states: Mapping[str, State], *, causal: bool, is_on_gpu: bool, has_canvas: bool
 ) -> list[str]:
     """What an engine does not read, for a model with these states."""
     kinds = {type(state) for state in states.values()}
@@ -29,6 +29,7 @@ def list_unread(
         (config.ops == "reference", (*KERNELS, "no_fuse", "packed_cache", "pdl"), "ops is reference"),
         (config.num_ranks > 1, ("packed_cache",), "weights of several ranks are packed anew"),
         (config.speculate == "off", ("num_draft_tokens",), "speculate is off"),
+        (not has_canvas, ("canvas_threshold",), "this model writes one token after the other"),
         (not config.lora and config.lora_folder is None, ("max_lora_rank",), "there are no adapters"),
         (PagedState not in kinds, ("kv_dtype",), "this model has no keys and values"),
         (SlotState not in kinds, ("snapshot_interval",), "this model has no recurrent state"),

@@ -29,13 +29,15 @@ class RequestLimits(Struct, frozen=True):
     """The limits of a model that requests are validated against.
 
     `longest`: the most tokens of one sequence that memory holds; None: only the scheduler knows. `may_grow`:
-    what else a client of a prompt that is too long may do, if anything.
+    what else a client of a prompt that is too long may do, if anything. `has_canvas`: the model writes on
+    canvases, so that some requests cannot be served.
     """
 
     vocab_size: int
     max_model_len: int
     longest: int | None = None
     may_grow: str = ""
+    has_canvas: bool = False
 
     def admit(self, request: Request, vocabulary: str = "") -> Request:
         """Validate a request. Returns it with a `max_tokens` that fits into the rest of the context.
@@ -59,6 +61,8 @@ class RequestLimits(Struct, frozen=True):
         if params.is_guided != bool(request.negative_ids):
             text = "guidance needs a negative prompt of at least one token, and a scale that is not 1"
             raise InvalidField(f"guidance_scale: {text}", "guidance_scale")
+        if self.has_canvas:
+            _check_canvas(request)
         self.check_ids("logit_bias", params.logit_bias)
         self.check_ids("stop_token_ids", params.stop_token_ids)
         self.check_ids("allowed_token_ids", params.allowed_token_ids)
@@ -120,6 +124,23 @@ class RequestLimits(Struct, frozen=True):
             num_prompt_tokens=num_prompt,
             max_model_len=self.max_model_len,
         )
+
+
+def _check_canvas(request: Request) -> None:
+    """Raises InvalidField for what needs tokens that come one after the other, or logits of the next one."""
+    params = request.params
+    wants = {
+        "structured_outputs": request.grammar is not None,
+        "thinking_token_budget": request.thinking is not None,
+        "use_beam_search": params.use_beam_search,
+        "guidance_scale": params.is_guided,
+        "mirostat": bool(params.mirostat),
+        "prompt_logprobs": params.prompt_logprobs is not None,
+        "pooling": request.pooling is not None,
+    }
+    if wanted := next((name for name, is_there in wants.items() if is_there), None):
+        text = "this model fills the places of a canvas in any order, and cannot do this; leave it out"
+        raise InvalidField(f"{wanted}: {text}", wanted)
 
 
 class OpenRequest(Struct):

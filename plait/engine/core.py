@@ -57,7 +57,8 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner, self.scheduler, self.speculation, self.clock = runner, scheduler, speculation, clock
-        self.limits, self._maker = RequestLimits(vocab_size, max_model_len), SequenceMaker()
+        self._maker = SequenceMaker(canvas := scheduler.limits.canvas)
+        self.limits = RequestLimits(vocab_size, max_model_len, has_canvas=canvas is not None)
         self.metrics, self.adapters, self.guided = Metrics(scheduler, clock), no_adapters(), guided
         self._requests: dict[str, OpenRequest] = {}
         self._choices: dict[int, OpenChoice] = {}  # by sequence id

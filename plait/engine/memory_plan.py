@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from msgspec import Struct
 
@@ -18,6 +19,7 @@ from plait.schedule.allocation import Allocation, num_window_blocks
 from plait.schedule.costs import SchedulerLimits
 from plait.schedule.pools import CacheOptions
 from plait.schedule.scheduler import Scheduler
+from plait.spec.canvas import CanvasSpec
 from plait.unread_options import list_unread
 
 DEFAULT_SHARE = 0.5  # of the memory that is free on a CPU when the weights are loaded
@@ -81,9 +83,15 @@ class Sizing(Struct, frozen=True):
         return [*table, (total, "", weights_nbytes + self.nbytes)]
 
     def scheduler(
-        self, config: EngineConfig, *, causal: bool, num_steps: int = 1, num_streamed_steps: int = 1
+        self,
+        config: EngineConfig,
+        *,
+        causal: bool,
+        num_steps: int = 1,
+        num_streamed_steps: int = 1,
+        canvas: CanvasSpec | None = None,
     ) -> Scheduler:
-        """A scheduler over exactly this memory. For numbers of steps see `SchedulerLimits`."""
+        """A scheduler over exactly this memory. For numbers of steps and `canvas` see `SchedulerLimits`."""
         limits = SchedulerLimits(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -93,6 +101,7 @@ class Sizing(Struct, frozen=True):
             num_steps=num_steps,
             num_streamed_steps=num_streamed_steps,
             causal=causal,
+            canvas=canvas,
         )
         cache = CacheOptions(
             shares=config.prefix_cache,
@@ -116,7 +125,8 @@ class Sizing(Struct, frozen=True):
 class ModelFacts(Struct, frozen=True, kw_only=True):
     """What sizing must know about a model: its own longest sequence, the dtype it computes in, its states.
 
-    `both_ways`: its attention keeps no state, and yet has places for `max_len` tokens only.
+    `both_ways`: its attention keeps no state, and yet has places for `max_len` tokens only. `has_canvas`: it
+    writes on canvases.
     """
 
     states: Mapping[str, State]
@@ -124,6 +134,25 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     dtype: str
     causal: bool = True
     both_ways: bool = False
+    has_canvas: bool = False
+
+
+def fit_canvas(config: EngineConfig, canvas: CanvasSpec | None) -> EngineConfig:
+    """The options with which a model can write on canvases, if it does: a block holds whole ones, and a step
+    those of all sequences, each with the one before it. Raises ConfigError for --speculate."""
+    if canvas is None:
+        return config
+    if config.speculate != "off":
+        raise ConfigError(
+            f"speculate: {config.speculate} is set, but this model writes {canvas.size} tokens at once, "
+            "which drafts cannot come before; leave the option out"
+        )
+    needed = 2 * canvas.size * config.max_num_seqs
+    return replace(
+        config,
+        block_size=max(config.block_size, canvas.size),
+        max_num_batched_tokens=max(config.max_num_batched_tokens, needed),
+    )
 
 
 def size_state(
@@ -150,7 +179,8 @@ def size_state(
     share = DEFAULT_SHARE if free_host is None else config.gpu_memory
     limit, state = config.memory_limit or int(free_memory * share), _StateMemory(model, config)
     requested, notes = _length(model, config)
-    notes += list_unread(config, model.states, causal=model.causal, is_on_gpu=free_host is not None)
+    how = dict(causal=model.causal, is_on_gpu=free_host is not None, has_canvas=model.has_canvas)
+    notes += list_unread(config, model.states, **how)
     length = state.find_length(requested, limit)
     if length < requested:
         if config.max_model_len is not None or length < 1:

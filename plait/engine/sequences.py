@@ -11,10 +11,12 @@ from plait.engine.admission import OpenChoice
 from plait.engine.grammar_guide import GrammarGuide
 from plait.ops.seed import choice_seed
 from plait.request import Request, SamplingParams
+from plait.schedule.attached import PooledHidden
 from plait.schedule.beams import BeamSearch
+from plait.schedule.drafts.canvas import Canvas
 from plait.schedule.plan import StepPlan
-from plait.schedule.pooled import PooledHidden
 from plait.schedule.sequence import Gang, TokenSequence
+from plait.spec.canvas import CanvasSpec
 
 GREEDY = SamplingParams(temperature=0.0)  # of sequences that are not drawn from
 GuideMaker = Callable[[Request], Sequence[GrammarGuide]]
@@ -22,10 +24,10 @@ NO_GUIDES: tuple[GrammarGuide | None, ...] = (None,)
 
 
 class SequenceMaker:
-    """Makes sequences, with ids that no other has."""
+    """Makes sequences, with ids that no other has. `canvas`: what each writes on, if the model does."""
 
-    def __init__(self) -> None:
-        self._ids, self._seeds = count(1), random.SystemRandom()
+    def __init__(self, canvas: CanvasSpec | None = None) -> None:
+        self._ids, self._seeds, self._canvas = count(1), random.SystemRandom(), canvas
 
     def make(
         self, request: Request, arrived: float, place: tuple[int, str], guided: GuideMaker
@@ -84,6 +86,7 @@ class SequenceMaker:
             pooled=PooledHidden(request.pooling, request.pooled_from) if request.pooling else None,
             guide=guide,
             is_watched=request.watched,
+            canvas=Canvas(self._canvas) if self._canvas else None,
         )
 
     def _add_negative(

@@ -92,7 +92,9 @@ class Front:
         may_grow = ""
         if config.max_model_len is not None and max_model_len < spec.max_len:  # else a larger one is refused
             may_grow = f", or serve the model with a larger --max-model-len (at most {spec.max_len})"
-        self.limits = RequestLimits(spec.vocab_size, max_model_len, loop.longest, may_grow)
+        self.limits = RequestLimits(
+            spec.vocab_size, max_model_len, loop.longest, may_grow, has_canvas=spec.canvas is not None
+        )
         self.needs_boundaries = config.prefix_cache and spec.causal and has_recurrent_state(spec)
         self.tokenizer, self.chat_template = language.tokenizer, language.chat_template
         self.generation_config, self.stop_token_ids = language.generation_config, language.stop_token_ids

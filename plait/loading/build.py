@@ -362,6 +362,7 @@ def describe_for_sizing(decoder: Decoder, target: Target) -> ModelFacts:
         max_len=decoder.spec.max_len,
         dtype=str(target.dtype).removeprefix("torch."),
         causal=decoder.spec.causal,
+        has_canvas=decoder.spec.canvas is not None,
         both_ways=any(mixer.both_ways for mixer in decoder.spec.mixers_of(AttentionSpec)),
     )
 

@@ -63,8 +63,15 @@ def make_engine(
     # On a GPU the next step is planned while one runs: streams, and recurrent state, keep to that.
     num_steps = MOST_STEPS if can_follow and (is_host or not has_slots) else 1
     num_streamed_steps = num_steps if is_host else 1
+    canvas, threshold = spec.canvas, config.canvas_threshold
+    if canvas is not None and threshold is not None:
+        canvas = replace(canvas, threshold=threshold)
     scheduler = sizing.scheduler(
-        config, causal=spec.causal, num_steps=num_steps, num_streamed_steps=num_streamed_steps
+        config,
+        causal=spec.causal,
+        num_steps=num_steps,
+        num_streamed_steps=num_streamed_steps,
+        canvas=canvas,
     )
     scheduler.memory.keeps_rows, scheduler.memory.ends_steps = runner.keeps_rows, runner.ends_steps
     speculation = None

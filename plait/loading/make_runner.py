@@ -15,6 +15,7 @@ from plait.runner.host.static_batch import Capacity
 from plait.runner.replay import Observe
 from plait.runner.runner import ModelRunner
 from plait.runner.sampler import Sampler, log_softmax
+from plait.spec.model import ModelSpec
 from plait.state.store import StateStore
 
 
@@ -55,7 +56,7 @@ class StateSizes(Protocol):
     def max_model_len(self) -> int: ...
 
 
-def capacity_of(config: EngineConfig, max_model_len: int, block_size: int) -> Capacity:
+def capacity_of(config: EngineConfig, spec: ModelSpec, max_model_len: int, block_size: int) -> Capacity:
     """The largest step that an engine with these options plans."""
     return Capacity.of(
         config.max_num_batched_tokens,
@@ -63,6 +64,7 @@ def capacity_of(config: EngineConfig, max_model_len: int, block_size: int) -> Ca
         max_model_len,
         block_size,
         num_draft_tokens=0 if config.speculate == "off" else config.num_draft_tokens,
+        canvas=spec.canvas.size if spec.canvas else 0,
     )
 
 
@@ -83,7 +85,7 @@ def make_runner(
     store = StateStore(
         *(decoder.states, sizes.num_blocks, sizes.num_slots, sizes.block_size, target.device, target.dtype)
     )
-    capacity = capacity_of(config, sizes.max_model_len, sizes.block_size)
+    capacity = capacity_of(config, decoder.spec, sizes.max_model_len, sizes.block_size)
     meets = target.comm.rank.size > 1 and target.device.type == "cpu"
     runner = ModelRunner(
         decoder,

@@ -65,7 +65,7 @@ def size_gpu(
     `size_state` does.
     """
     host, total = free_memory(torch.device("cpu")), total_memory(target.device)
-    capacity = capacity_of(config, 1, config.block_size)
+    capacity = capacity_of(config, decoder.spec, 1, config.block_size)
     tables = most_tables_nbytes(capacity, decoder.spec.vocab_size)
 
     def size(free: int) -> Sizing:
@@ -96,6 +96,8 @@ def list_steps(
     `max_model_len`: the longest context that could fit before they run.
     """
     most = 1 if config.speculate == "off" else 1 + config.num_draft_tokens  # tokens of a sequence
+    if canvas := decoder.spec.canvas:
+        most = 2 * canvas.size
     tokens = min(config.max_num_seqs * most, max(config.max_num_batched_tokens, config.max_num_seqs))
     checks, decodes = (replace(config, max_num_batched_tokens=n) for n in (tokens, config.max_num_seqs))
     where = max_model_len, device, dtype
@@ -105,7 +107,7 @@ def list_steps(
         *largest_steps(decoder, checks, *where, num_logits=most),
     ]
     runs = [*largest, *small_prompts(decoder, config, *where)]
-    return runs, graphs if decoder.spec.causal else []  # else it has no decodes
+    return runs, graphs if decoder.spec.causal else []  # else no step is captured
 
 
 def leave_for_draft(free: int, nbytes: int) -> int:

@@ -22,6 +22,7 @@ from plait.checkpoint.readers.gguf_metadata import CONFIG, is_own, own_config
 from plait.checkpoint.readers.safetensors import SafetensorsFiles
 from plait.checkpoint.weights import Target, Weights
 from plait.config import EngineConfig
+from plait.engine.memory_plan import fit_canvas
 from plait.errors import BadFile, ConfigError, PlaitError, UnsupportedModel
 from plait.families.common.inside import leave_out_beside
 from plait.families.common.refused import DRAFTER
@@ -57,6 +58,7 @@ from plait.quant.encode import list_encoded
 from plait.quant.weight import as_tensor
 from plait.resource_limits import trim_heap
 from plait.spec.draft_heads import DraftHeadSpec
+from plait.spec.model import ModelSpec
 from plait.spec.recurrent import MergedIdsSpec
 from plait.text.tokenizers.gguf_files import CARRIED
 from plait.text.tokenizers.merged_ids import merge_ids
@@ -162,6 +164,8 @@ def open_model(model: str, config: EngineConfig, *, probed: bool = True, drafts:
         raise UnsupportedModel(
             f"{files.name} is {spec.title}: {DRAFTER}; `plait serve MODEL --speculate {model}` uses it"
         )
+    if isinstance(spec, ModelSpec):
+        opened = replace(opened, config=fit_canvas(config, spec.canvas))
     if not probed or not opened.resolved.is_detected:
         return opened
     findings = read_findings(files, opened.checkpoint, config.cache_dir)
@@ -289,13 +293,16 @@ def activations(config: EngineConfig) -> Activations:
 
 
 def banned_ids(opened: Opened, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Ids that are never sampled: those that generation_config.json suppresses, and those without a token.
+    """Ids that are never sampled: those that generation_config.json suppresses, those without a token, and a
+    canvas's mask.
 
     A model can have more rows than its tokenizer has words. Raises BadFile.
     """
     holes = tokenizer.holes(opened.resolved.spec.vocab_size) if tokenizer else ()
     suppressed = opened.text_source().list_suppressed()
-    return tuple(sorted({*holes, *suppressed})) if suppressed else holes
+    canvas = opened.resolved.spec.canvas
+    more = {*suppressed, *([canvas.mask_token] if canvas else [])}
+    return tuple(sorted({*holes, *more})) if more else holes
 
 
 def _resolve(

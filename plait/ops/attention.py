@@ -54,6 +54,9 @@ CASES += [
     dict(seqs=[*SEQS, 270], heads=6, kv_heads=2, dim=16, window=14, softcap=None, chunk=7),
     dict(seqs=[530, 4, 1], heads=4, kv_heads=4, dim=24, window=300, softcap=20.0, chunk=300, kv_dtype="int8"),
     Case(seqs=[*SEQS, 600], heads=8, kv_heads=1, dim=40, window=70, softcap=None, chunk=35) | ROUNDED,
+    dict(seqs=[*SEQS, 300], heads=6, kv_heads=2, dim=16, window=None, softcap=None, canvas=4),
+    dict(seqs=[530, 3], heads=4, kv_heads=2, dim=24, window=None, softcap=None, canvas=32, kv_dtype="int8"),
+    Case(seqs=[*SEQS, 530], heads=8, kv_heads=2, dim=32, window=None, softcap=None, canvas=32) | ROUNDED,
 ]
 BLOCK = 16  # of the test cases
 MOST_SCORES = 1 << 26  # that a reference has in memory at a time, of long prompts
@@ -105,12 +108,16 @@ def causal_mask(
     window: int | None,
     device: torch.device,
     chunk: int | None = None,
+    canvas: int | None = None,
 ) -> Tensor:
-    """[queries, keys] bool: the last `num_queries` positions of start..end see keys up to themselves.
+    """[queries, keys] bool: the last `num_queries` positions of start..end see keys up to themselves, or to
+    the end of their canvas.
 
     A window ends with its query, or with the query's chunk.
     """
     behind = -positions_ahead(num_queries, start, end, device)
+    if canvas is not None:
+        return behind + canvas > torch.arange(end - num_queries, end, device=device)[:, None] % canvas
     if window is None:
         return behind >= 0
     if chunk is None:
@@ -143,6 +150,7 @@ def paged_attention(
     step: dict[object, object] | None = None,
     slopes: Tensor | None = None,
     chunk: int | None = None,
+    canvas: int | None = None,
 ) -> Tensor:
     """Store the new keys and values; then causal softmax attention over all each sequence has in memory.
 
@@ -155,8 +163,9 @@ def paged_attention(
     `k` and `v` None: `ops.place.place_heads` has stored them. `step`: where kernels leave what other layers
     of the step need, too (`Batch.step`). `slopes`: [heads] float32, what a score of each head loses with
     every position that the key lies behind (ALiBi; Press et al. 2021). `chunk`: a window ends with the chunk
-    of so many positions in which its query is (Llama 4, Rnj-1). The variant that writes a cache
-    decides how it lies in memory.
+    of so many positions in which its query is (Llama 4, Rnj-1). `canvas`: a query sees all of the so many
+    positions among which it is, those behind it, too, as far as the sequence goes (SDAR; Cheng et al. 2025);
+    there is no window then. The variant that writes a cache decides how it lies in memory.
     """
     k_form, v_form = head_forms(q.shape[-1], k_cache.dtype)
     if k is not None and v is not None:
@@ -173,7 +182,7 @@ def paged_attention(
             scores = scores + slopes.float().view(*scores.shape[:2], 1, 1) * ahead
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        mask = causal_mask(rows.stop - rows.start, start, end, window, q.device, chunk)
+        mask = causal_mask(rows.stop - rows.start, start, end, window, q.device, chunk, canvas)
         own = sinks[rows] if sinks is not None and sinks.dim() == 2 else sinks
         probs = share_softmax(scores.masked_fill(~mask, -math.inf), own)
         out[rows] = torch.einsum("kgnt,tkd->nkgd", probs, values).flatten(1, 2).to(q.dtype)
@@ -205,7 +214,8 @@ def _paged_attention_inputs(case: Case, dtype: torch.dtype, device: str) -> Argu
         sinks = torch.randn(total, case["heads"], device=device)
     slopes = torch.rand(case["heads"], device=device) if case.get("alibi") else None
     how = (case["dim"] ** -0.5, case["window"], case["softcap"], sinks)
-    return (q, k, v, *caches, *where, *how), {"slopes": slopes, "chunk": case.get("chunk")}
+    more = {"slopes": slopes, "chunk": case.get("chunk"), "canvas": case.get("canvas")}
+    return (q, k, v, *caches, *where, *how), more
 
 
 def random_cache(shape: tuple[int, ...], case: Case, dtype: torch.dtype, device: str) -> Tensor:

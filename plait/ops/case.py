@@ -14,6 +14,7 @@ class Sizes(TypedDict, total=False):
     # sizes
     behind: int  # numbers of a row that lie behind its heads
     blocks: int
+    canvas: int
     channels: int
     chunk: int  # tokens
     dim: int  # of a head

@@ -1,4 +1,4 @@
-"""Steps that check drafts as captured steps: several tokens of each sequence, all of them sampled.
+"""Steps that check drafts, or fill canvases, as captured steps: several tokens of each sequence are sampled.
 
 A drafted token counts if it is what the model samples in its place, so such a step ends with one draw for
 each of its tokens, over the same settings as on a CPU. The host reads them and decides what was right: the
@@ -41,7 +41,8 @@ class CheckKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A step that was launched. `read`: waits for ids and largest logits, [2, draws] float64.
+    """A step that was launched. `read`: waits for ids and largest logits, [2, draws] float64, and of a model
+    that fills canvases for log-probabilities, [3, draws].
 
     `columns`: those of each answer, in the plan's order.
     """
@@ -66,7 +67,9 @@ class CheckGraphs:
         self._batch = CheckBatch(capacity, groups, store.block_size, backend.device)
         self.tokens = self._batch.tokens  # of the largest step
         self._tables = sampler.tables(self._batch.tokens, backend.device)
-        self._answers = torch.zeros(2, self._batch.tokens, dtype=torch.float64, device=backend.device)
+        self._tables.gives_scores = decoder.spec.canvas is not None
+        lines = 2 + self._tables.gives_scores
+        self._answers = torch.zeros(lines, self._batch.tokens, dtype=torch.float64, device=backend.device)
         self._hidden = torch.zeros(0, device=backend.device)  # of the tokens of a graph, for `_observe`
         self._observe: Observe | None = None
         self.graphs: dict[CheckKey, CapturedStep] = {}
@@ -95,10 +98,11 @@ class CheckGraphs:
             self._largest = self.graphs[key]
 
     def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Checked | None:
-        """Launch a plan that checks drafts, or draws one behind masks; None for any other plan, and where it
-        cannot be captured."""
+        """Launch a plan that checks drafts, fills canvases, or draws one behind masks; None for others,
+        and where it cannot be captured."""
         rows = sampling.rows
-        if all(row.num_samples < 2 for row in rows) or any(row.num_samples != row.num_logits for row in rows):
+        is_single = not self._tables.gives_scores and all(row.num_samples < 2 for row in rows)
+        if is_single or any(row.num_samples != row.num_logits for row in rows):
             return None
         size = self._batch.size_of(plan)
         if size is None or size in self.refused or not self._tables.fill(sampling):
@@ -141,4 +145,6 @@ class CheckGraphs:
         ids, values = self._sampler.draw(logits, self._tables)
         self._answers[0, :tokens].copy_(ids)
         self._answers[1, :tokens].copy_(values)
+        if self._tables.gives_scores:
+            self._answers[2, :tokens].copy_(self._sampler.score(logits, ids))
         return self._answers[:, :tokens]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from plait.request import TokenLogprobs
-from plait.runner.host.sampler import FLOOR, ROWS_AT_ONCE, with_target
+from plait.runner.host.sampler import FLOOR, ROWS_AT_ONCE, count_alternatives, with_target
 from plait.runner.sampling_tables import copy_to_device
 from plait.schedule.plan import SamplingBatch
 
@@ -49,7 +49,7 @@ def list_requests(batch: SamplingBatch, most: int) -> Iterator[LogprobRequest]:
     first, draw = 0, 0
     for answer, row in enumerate(batch.rows):
         end = first + row.num_logits
-        if (num_top := row.num_candidates or row.params.logprobs) is not None:
+        if (num_top := count_alternatives(row)) is not None:
             for i in range(row.num_samples):
                 yield LogprobRequest(answer, end - row.num_samples + i, None, draw + i, min(num_top, most))
         num_top = min(row.params.prompt_logprobs or 0, most)

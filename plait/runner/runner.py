@@ -130,7 +130,7 @@ class ModelRunner:
     def logits(self, token_ids: Sequence[int], chunk_size: int) -> Tensor:
         """Logits after every token of one prompt, [tokens, vocab] float32 on the CPU.
 
-        Runs in memory of its own. A model that is not causal sees all of it, others `chunk_size` tokens.
+        Runs in memory of its own. A model that is not causal sees all, others `chunk_size` tokens or more.
         """
         if self.lead:
             return self.lead.score(partial(self._logits, token_ids, chunk_size), token_ids, chunk_size)
@@ -139,7 +139,8 @@ class ModelRunner:
     @torch.inference_mode()
     def _logits(self, token_ids: Sequence[int], chunk_size: int) -> Tensor:
         ids, size = tuple(token_ids), self.store.block_size
-        step = chunk_size if self.decoder.spec.causal else len(ids)
+        least = 1 if self.decoder.spec.canvas is None else self.decoder.spec.canvas.size
+        step = -(-chunk_size // least) * least if self.decoder.spec.causal else len(ids)
         table = tuple(range(1, -(-len(ids) // size) + 1))
         blocks = {group.name: len(table) + 1 for group in self.groups}
         states, dtype = self.decoder.states, self.decoder.embed.dtype

@@ -116,6 +116,11 @@ class Sampler:
             self._count(ids, *tables.counters(rows))
         return ids, values
 
+    def score(self, logits: Tensor, ids: Tensor) -> Tensor:
+        """The log-probability of an id of each row, by launches. logits: [L, vocab], ids: [L] -> [L]."""
+        values: Tensor = self._score(logits, torch.arange(len(ids), device=ids.device))
+        return values.gather(1, ids[:, None])[:, 0]
+
     def prepare(self) -> None:
         """Choose and draw once, so that no request waits for what is compiled at its first use."""
         params = [SamplingParams(temperature=temperature, logprobs=1) for temperature in (0.0, 1.0)]

@@ -143,7 +143,7 @@ class SamplingTables:
         self._no_counts = self._counts.tensor  # line 0 alone, which no larger table replaces
         self._histories = dict[Hashable, CountedHistory]()
         self._moved = 0  # draws of the last batch that were launched
-        self._replaced = 0
+        self._replaced, self.gives_scores = 0, False  # the latter: who draws gives log-probabilities, too
         self._is_drawn, self._is_edited, self._moves_on = False, self._has_holes, False
         self._sizes = self._tensors()
 
@@ -189,10 +189,9 @@ class SamplingTables:
         `form.moves_on`. Without ids each step has a call, and no draw is counted.
         """
         draws = [(row, i) for row in batch.rows for i in range(row.num_samples)]
-        if any(map(_needs_host, batch.rows)) or len(draws) > self.capacity:
+        if len(draws) > self.capacity or any(_needs_host(r, self.gives_scores) for r in batch.rows):
             return False
-        has_one_each = all(row.num_samples == 1 for row in batch.rows)
-        self.fill_draws(draws, rows, seq_ids if has_one_each else ())
+        self.fill_draws(draws, rows, seq_ids if all(r.num_samples == 1 for r in batch.rows) else ())
         return True
 
     @torch.inference_mode(False)
@@ -339,9 +338,10 @@ class SamplingTables:
         return early
 
 
-def _needs_host(row: SamplingRow) -> bool:
-    is_scored = row.params.logprobs is not None or row.prompt_targets or row.num_candidates
-    return bool(is_scored or row.params.needs_chain or row.negative >= 0)
+def _needs_host(row: SamplingRow, gives_scores: bool) -> bool:
+    is_listed = row.params.logprobs is not None or row.prompt_targets or row.num_candidates
+    is_left = row.params.needs_chain or row.negative >= 0 or (row.is_scored and not gives_scores)
+    return bool(is_listed or is_left)
 
 
 def _plain_columns(draws: Sequence[Draw]) -> dict[str, list[float] | list[int]]:

@@ -86,14 +86,14 @@ class Allocation:
             return False
         for g, pool in enumerate(self.pools.blocks):
             if self.windows[g] is not None:
-                lengths = [seq.num_tokens, *(other.length for other in (*others, *running))]
+                lengths = [other.length for other in (seq, *others, *running)]
                 if self.count_needed(g, lengths) > pool.num_blocks - 1:
                     return False
                 continue
             shared = hit.blocks[g] if hit.length and not self._is_restored(seq, hit) else ()
             held = [(-(-other.length // self.block_size), other.tables[g]) for other in running]
             missing = sum(max(needed - len(table), 0) for needed, table in held)
-            missing += sum(-(-one.num_tokens // self.block_size) for one in (seq, *others)) - len(shared)
+            missing += sum(-(-one.length // self.block_size) for one in (seq, *others)) - len(shared)
             if missing > pool.num_available - sum(pool.is_cached(block) for block in shared):
                 return False
         return True
@@ -135,7 +135,7 @@ class Allocation:
         leader = self._computing.get(seq.chain[whole + 1])
         if leader is None or leader is seq:
             return None
-        forks = seq.request_id == leader.request_id
+        forks = seq.request_id == leader.request_id and seq.canvas is None
         point = self._common_length(seq, leader)
         if not self.has_slots and not forks:
             point -= point % self.block_size

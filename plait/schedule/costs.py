@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from plait.schedule.plan import StepPlan
 from plait.schedule.sequence import TokenSequence
+from plait.spec.canvas import CanvasSpec
 
 LONGEST_S = 0.05  # of several decode steps at once: a request that arrives meanwhile waits for them
 LATE_S = 0.02  # that a streamed token may wait for further steps of its plan
@@ -34,6 +35,7 @@ class SchedulerLimits:
     `max_step_s`: prompts are cut so that a step with running replies takes no longer, if not None.
     `num_steps`: the most decode steps of one plan; `num_streamed_steps`: where some reply is streamed.
     `num_turns`: the most speculative turns of one plan. `causal` False: all is computed in each step.
+    `canvas`: what sequences write on, if the model fills canvases.
     """
 
     max_num_seqs: int
@@ -45,6 +47,7 @@ class SchedulerLimits:
     num_streamed_steps: int = 1
     num_turns: int = 1
     causal: bool = True
+    canvas: CanvasSpec | None = None
 
 
 class StepCosts:

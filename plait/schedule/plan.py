@@ -140,6 +140,7 @@ class SamplingRow(Struct, frozen=True, gc=False):
     mirostat_mu: float | None = None  # mirostat's bound after the token before
     negative: int = -1  # of a guided choice: the row of the batch with its negative prompt
     num_candidates: int = 0  # beam search: so many alternatives, whatever is requested
+    is_scored: bool = False  # whatever is requested, each sample's own log-probability is needed
 
 
 class SamplingBatch(Struct, frozen=True):

@@ -17,9 +17,17 @@ from plait.schedule.allocation import Allocation
 from plait.schedule.costs import SchedulerLimits, StepCosts, describe_load
 from plait.schedule.gang_beams import advance_beams, drop_state
 from plait.schedule.plan import Chunk, Move, Sampled, SamplingBatch, StepPlan
-from plait.schedule.sequence import Gang, Phase, TokenSequence, Update, answers_by_id
+from plait.schedule.sequence import Gang, Phase, TokenSequence, Update
 from plait.schedule.shares import check_fits, others_await, prompt_budget, share_members, share_step
-from plait.schedule.turns import add_earlier, plan_steps, plan_turns, settle_earlier
+from plait.schedule.turns import (
+    add_drafts,
+    add_earlier,
+    advance_canvas,
+    answers_by_id,
+    plan_steps,
+    plan_turns,
+    settle_earlier,
+)
 from plait.state.blocks import Hit
 
 AGING_S = 30.0  # waiting this long counts as much as one level of priority: no request waits for ever
@@ -106,7 +114,7 @@ class Scheduler:
             self._admit_waiting(shares)
             self.memory.read_ahead(self.waiting)
         if drafts and not self._suspects:
-            self._add_drafts(shares, drafts)
+            add_drafts(self.running, shares, drafts, self.limits, self.memory)
         is_single = is_observed or drafts or self.waiting or self._suspects
         return self._make_plan(shares, is_single=bool(is_single), is_compared=is_compared)
 
@@ -215,7 +223,7 @@ class Scheduler:
         assert {seq.id for seq in [*self.running, *self.waiting]} == set(self._by_id)
         assert len(self.running) <= self.limits.max_num_seqs
         assert self.running == sorted(self.running, key=self._place), "a sequence runs out of line"
-        assert all(seq.phase is Phase.RUNNING and (seq.num_left or seq.awaited) for seq in self.running)
+        assert all(seq.phase is Phase.RUNNING and (seq.has_more or seq.awaited) for seq in self.running)
         assert all(seq.phase is Phase.WAITING and not seq.num_computed_tokens for seq in self.waiting)
         assert all(seq.id in self._by_id for seq in self._suspects)
 
@@ -248,20 +256,6 @@ class Scheduler:
                     shares.pop(victim.id, None)
                     self._save_if_cheaper(victim)
                     self._preempt(victim)
-
-    def _add_drafts(self, shares: dict[int, int], drafts: Mapping[int, tuple[int, ...]]) -> None:
-        """Add draft tokens where the budget and memory allow it; no sequence is preempted for a draft."""
-        budget = self.limits.max_num_batched_tokens - sum(shares.values())
-        for seq in self.running:
-            if seq.id not in drafts or shares.get(seq.id) != (share := seq.num_left) or not seq.can_draft:
-                continue
-            # The last sampled token is never computed, and a chunk ends where a snapshot is needed.
-            most = min(budget, seq.max_len - seq.num_tokens - 1, self.memory.until_mark(seq) - share)
-            draft = seq.cut_draft(drafts[seq.id][: max(most, 0)])
-            length = seq.num_computed_tokens + share + len(draft)
-            if draft and self.memory.reserve(seq, length) and self.memory.branch(seq, len(draft)):
-                seq.draft = draft
-                budget -= len(draft)
 
     # Which sequences start, and which are preempted
 
@@ -347,6 +341,8 @@ class Scheduler:
     # What a step brings
 
     def _advance(self, seq: TokenSequence, chunk: Chunk, answer: Sampled | None) -> Update | None:
+        if seq.canvas is not None:
+            return self._advance_canvas(seq, chunk, answer)
         chunk, answer, earlier = settle_earlier(seq, chunk, answer, self.memory)
         draft, seq.draft, is_settled = seq.draft, (), seq.awaited > 0
         if is_settled:
@@ -375,6 +371,14 @@ class Scheduler:
             self._finish(*seq.members)
         event = seq.event(answer, tokens, reason, is_scoring=is_scoring)
         return add_earlier(Update(seq.id, event, len(draft), num_ahead if draft else 0), answer, earlier)
+
+    def _advance_canvas(self, seq: TokenSequence, chunk: Chunk, answer: Sampled | None) -> Update | None:
+        update = advance_canvas(seq, chunk, answer, self.memory)
+        if answer is not None:
+            self._clear(seq)
+        if update is not None and update.event.finish_reason is not None:
+            self._finish(seq)
+        return update
 
     def _clear(self, seq: TokenSequence) -> None:
         """A sequence, with its gang, has shown that it does not make steps fail."""

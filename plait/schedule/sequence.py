@@ -5,39 +5,21 @@ Also what a step brings: sampled tokens become an `Update` of their sequence.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
 
 from msgspec import Struct
 
-from plait.errors import EngineError
 from plait.request import Event, FinishReason, SamplingParams, TokenLogprobs
+from plait.schedule.attached import Guide, PooledHidden
 from plait.schedule.beams import BeamSearch
+from plait.schedule.drafts.canvas import Canvas
 from plait.schedule.drafts.slots import DraftSlots
-from plait.schedule.drafts.turns import count_decodes
-from plait.schedule.plan import FOLLOW, Chunk, Sampled, SamplingRow, StepPlan
-from plait.schedule.pooled import PooledHidden
+from plait.schedule.plan import FOLLOW, Chunk, Sampled, SamplingRow
 from plait.state.blocks import root
 
 MOST_REPLAYED = 8  # tokens that are computed again in a step with a draft; of more, a step has no draft
-
-
-class Guide(Protocol):
-    """Constrains the tokens of one sequence, see `engine.grammar_guide.GrammarGuide`. Nothing raises."""
-
-    is_wanted: bool
-
-    @property
-    def error(self) -> Exception | None: ...
-    @property
-    def is_ready(self) -> bool: ...
-    @property
-    def is_finished(self) -> bool: ...
-    def masks(self, draft: tuple[int, ...] = ()) -> tuple[bytes, ...]: ...
-    def accept(self, token_id: int) -> bool: ...
-    def find_forced(self) -> tuple[int, ...]: ...
 
 
 class Phase(Enum):
@@ -98,7 +80,8 @@ class TokenSequence:
     none). `draft`: its draft tokens in that step; `draft_slots`: where it goes back to if they are wrong.
     `saved`: its state in host memory while it waits. `num_cached_tokens` of the prompt were not computed when
     it first ran, and `miss_cause` is why there were not more. `mirostat_mu`: mirostat's bound after its last
-    token; None: it has none yet.
+    token; None: it has none yet. `canvas`: what it writes on, if its model fills canvases; its places are
+    the `draft` then.
     """
 
     id: int
@@ -140,6 +123,7 @@ class TokenSequence:
     is_watched: bool = True
     mirostat_mu: float | None = None
     gang: Gang | None = None
+    canvas: Canvas | None = None
     is_penalized: bool = field(init=False)  # whether its sampler must know what came before
     is_unobserved: bool = field(init=False)  # whether the engine reads no token between two decode steps
     can_follow: bool = field(init=False)  # whether a decode can be planned before its token is known
@@ -148,9 +132,9 @@ class TokenSequence:
         params = self.params
         self.is_penalized = params.needs_history
         is_chosen_on_host = self.is_penalized or params.needs_chain
-        looked_at = is_chosen_on_host or params.logprobs is not None
+        looked_at = is_chosen_on_host or params.logprobs is not None or self.canvas is not None
         self.is_unobserved = not looked_at and self.guide is None and self.pooled is None
-        reads_answer = self.wants_prompt_logprobs or is_chosen_on_host
+        reads_answer = self.wants_prompt_logprobs or is_chosen_on_host or self.canvas is not None
         self.can_follow = not reads_answer and self.guide is None and self.pooled is None
         self.prompt_len = self.prompt_len or len(self.token_ids)
         self.chain = [root(self.cache_salt)]
@@ -161,8 +145,8 @@ class TokenSequence:
 
     @property
     def length(self) -> int:
-        """Tokens that are known or being sampled."""
-        return len(self.token_ids) + self.num_pending
+        """Tokens that are known or being sampled, and places of a canvas."""
+        return len(self.token_ids) + self.num_pending + self.num_places
 
     @property
     def members(self) -> tuple[TokenSequence, ...]:
@@ -181,7 +165,7 @@ class TokenSequence:
 
     @property
     def is_due(self) -> bool:
-        """Whether its next token can be sampled in the next step."""
+        """Whether what comes next can be sampled in the next step."""
         if self.gang is not None:
             return self.gang.is_due and not self.is_idle
         return not self.is_prefilling and self.has_more
@@ -189,7 +173,7 @@ class TokenSequence:
     @property
     def has_more(self) -> bool:
         """Whether there is a token to compute, be it one that is being sampled and will not be the last."""
-        if self.num_computed_tokens < len(self.token_ids):
+        if self.num_computed_tokens < len(self.token_ids) or self.canvas is not None:
             return True
         return self.num_pending > 0 and self.length < self.max_len
 
@@ -212,12 +196,31 @@ class TokenSequence:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
+    def num_places(self) -> int:
+        """Places of the canvas behind its tokens; 0 without one."""
+        is_written = self.canvas is not None and self.max_len > self.prompt_len
+        return self.canvas.count_places(len(self.token_ids)) if self.canvas and is_written else 0
+
+    @property
+    def num_due(self) -> int:
+        """Tokens of a step that samples what comes next."""
+        return 1 if self.canvas is None else self.num_left + self.num_places
+
+    @property
+    def most_computed(self) -> int:
+        """The most tokens of it that are ever computed."""
+        is_whole = self.canvas is not None  # a canvas is in blocks that end with it or later
+        return self.max_len if is_whole else num_computed(self.prompt_len, self.max_len)
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.prompt_len
 
     @property
     def is_prefilling(self) -> bool:
         computed = self.num_computed_tokens
+        if self.canvas is not None:  # the tokens of the last canvas come with the next one's places
+            return len(self.token_ids) - computed > self.canvas.spec.size
         return len(self.token_ids) - computed > 1 or computed == 0
 
     @property
@@ -237,10 +240,13 @@ class TokenSequence:
     def num_logits(self, start: int, end: int) -> int:
         """Rows of logits that a chunk start..end must give: to sample from, and to score the prompt.
 
-        Tokens of a draft are not part of start..end, and have one row each.
+        Tokens of a draft are not part of start..end, and have one row each. A place of a canvas has the row
+        of its own token.
         """
         if self.pooled:
             return 0
+        if self.canvas is not None:
+            return len(self.draft)
         last = int(end >= len(self.token_ids))
         if not self.wants_prompt_logprobs or len(self.scored) >= self.prompt_len - 1:
             return last + len(self.draft)
@@ -311,10 +317,12 @@ class TokenSequence:
         """Its next tokens, as many as its share of a step; `is_whole`: these are all it has."""
         start, end = self.num_computed_tokens, self.num_computed_tokens + share
         self.in_step = step
+        if self.canvas is not None and end > len(self.token_ids):
+            self.draft = self.canvas.open(len(self.token_ids))
         return Chunk(
             seq_id=self.id,
             start=start,
-            token_ids=(*self.token_ids[start:end], *self.draft) if start < len(self.token_ids) else (FOLLOW,),
+            token_ids=(*self.token_ids[start:end], *self.draft) or (FOLLOW,),
             blocks=tuple([tuple(table) for table in self.tables]),
             slot=self.slot,
             num_logits=self.num_logits(start, end),
@@ -329,6 +337,8 @@ class TokenSequence:
 
         `places`: where in the batch each sequence is, by id.
         """
+        if self.canvas is not None:
+            return self._row_of_canvas(self.canvas)
         params, num_logits, num_tokens = self.params, chunk.num_logits, self.length
         end = chunk.end - len(self.draft)
         targets: tuple[int, ...] = ()
@@ -354,6 +364,23 @@ class TokenSequence:
             num_candidates=self.gang.search.num_candidates if self.gang and self.gang.search else 0,
         )
 
+    def _row_of_canvas(self, canvas: Canvas) -> SamplingRow:
+        """A token for every place, and how sure the model is of it."""
+        params, num_tokens = self.params, len(self.token_ids)
+        num_stopless = max(params.min_tokens + self.prompt_len - num_tokens, 0) if params.min_tokens else 0
+        return SamplingRow(
+            params=params,
+            num_logits=len(self.draft),
+            num_samples=len(self.draft),
+            position=num_tokens,
+            seed=self.seed,
+            history=(*self.token_ids, *canvas.list_filled()) if self.is_penalized else (),
+            prompt_len=self.prompt_len,
+            stop_token_ids=self.stop_token_ids if num_stopless else frozenset(),
+            num_stopless=num_stopless,
+            is_scored=True,
+        )
+
     def _negative_row(self, places: Mapping[int, int]) -> int:
         is_guided = self.gang is not None and self.gang.search is None
         return places[self.members[1].id] if is_guided else -1
@@ -371,29 +398,3 @@ class Update(Struct, frozen=True, gc=False):
     event: Event
     num_drafted: int = 0
     num_accepted: int = 0
-
-
-def answers_by_id(
-    plan: StepPlan, sampled: Sequence[Sampled], sequences: Mapping[int, TokenSequence]
-) -> dict[int, Sampled]:
-    """What was sampled, by sequence id; every sequence that has caught up must have its tokens.
-
-    Raises EngineError if there are more or fewer.
-    """
-    chunks, answers = [c for c in plan.chunks if c.has_answer], {}
-    steps = count_decodes(plan.num_steps, plan.stops, [one.token_ids for one in sampled])
-    if len(chunks) != len(sampled):
-        raise EngineError(f"step {plan.step}: {len(sampled)} answers for {len(chunks)} chunks that have one")
-    for chunk, answer in zip(chunks, sampled, strict=True):
-        answers[chunk.seq_id] = answer
-        seq = sequences.get(chunk.seq_id)
-        if seq is None or not seq.is_in(plan.step):
-            continue
-        wanted = (steps + len(seq.draft)) * seq.samples_after(chunk.end - len(seq.draft))
-        wanted += answer.turns.num_earlier if answer.turns else 0
-        if len(answer.token_ids) != wanted:
-            raise EngineError(
-                f"step {plan.step}: {len(answer.token_ids)} tokens were sampled for "
-                f"{seq.request_id}[{seq.index}], not {wanted}"
-            )
-    return answers

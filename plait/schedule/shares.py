@@ -1,5 +1,7 @@
 """How many tokens each sequence gets in a step: one for every decode, the rest to prompts in line.
 
+A sequence with a canvas gets all places of it, and what is known and not computed in front of them.
+
 The members of a gang are sampled in the same step. So the last token of each waits until it is the only one
 that is left of all of them.
 """
@@ -11,7 +13,7 @@ from collections.abc import Sequence
 from plait.errors import CapacityError
 from plait.schedule.allocation import Allocation
 from plait.schedule.costs import SchedulerLimits, StepCosts
-from plait.schedule.sequence import TokenSequence, num_computed
+from plait.schedule.sequence import TokenSequence
 
 LEAST_PIECE = 32  # the smallest prompt chunk in a step with running replies, however slow the machine
 
@@ -20,6 +22,9 @@ def share_of(seq: TokenSequence, budget: int, limits: SchedulerLimits, memory: A
     """The next chunk of one sequence, of at most `budget` tokens."""
     if not limits.causal:
         return seq.num_tokens if seq.num_tokens <= budget else 0
+    if seq.canvas is not None:  # places come behind all known tokens; else chunks end where a canvas does
+        whole = max(min(seq.num_left, budget), 0) // seq.canvas.spec.size * seq.canvas.spec.size
+        return seq.num_due if seq.num_due <= budget else whole
     if seq.gang is None:
         return min(seq.num_left, budget, memory.until_mark(seq))
     if seq.is_idle or seq.gang.is_due:  # those that are due get theirs together
@@ -42,12 +47,13 @@ def share_members(
 
 def prompt_budget(limits: SchedulerLimits, costs: StepCosts, decodes: Sequence[TokenSequence]) -> int:
     """The most prompt tokens of a step with these running replies."""
-    most = limits.max_num_batched_tokens
+    most, due = limits.max_num_batched_tokens, sum(seq.num_due for seq in decodes)
     if limits.max_step_s is not None and any(seq.is_watched for seq in decodes):
         within = costs.tokens_within(limits.max_step_s)
         if within is not None:
-            most = min(most, max(within, len(decodes) + LEAST_PIECE))
-    return most - len(decodes)
+            least = max(LEAST_PIECE, 2 * max(seq.num_due for seq in decodes))
+            most = min(most, max(within, due + least))
+    return most - due
 
 
 def share_step(
@@ -55,9 +61,9 @@ def share_step(
 ) -> dict[int, int]:
     """Tokens of the next step, by the ids of running sequences."""
     if not any(seq.is_prefilling for seq in running):  # most steps: the budget is expensive
-        return {seq.id: 1 for seq in running if seq.has_more}
+        return {seq.id: seq.num_due for seq in running if seq.has_more}
     decodes = [seq for seq in running if seq.is_due]
-    shares, budget = {seq.id: 1 for seq in decodes}, prompt_budget(limits, costs, decodes)
+    shares, budget = {seq.id: seq.num_due for seq in decodes}, prompt_budget(limits, costs, decodes)
     for seq in running:
         if seq.id not in shares and (seq.is_prefilling or seq.gang is not None):
             shares[seq.id] = share_of(seq, budget, limits, memory)
@@ -67,7 +73,7 @@ def share_step(
 
 def check_fits(seq: TokenSequence, limits: SchedulerLimits, memory: Allocation) -> None:
     """Raises CapacityError for a sequence, or a gang, that can never have memory or places."""
-    count, lengths = len(seq.members), [num_computed(one.prompt_len, one.max_len) for one in seq.members]
+    count, lengths = len(seq.members), [one.most_computed for one in seq.members]
     if short := memory.shortage(*lengths):
         what = "a sequence" if count == 1 else f"{count} sequences that are sampled together, each"
         raise CapacityError(

@@ -1,4 +1,4 @@
-"""Several decode steps in one plan, or speculative turns of one sequence: how many, and what they bring.
+"""Several decode steps in one plan, speculative turns of one sequence, or a canvas: what plans bring.
 
 A turn is a draft and the step that checks it. The last turn of a plan is settled as a step with a draft is.
 Those before it brought tokens that all count, because the runner ends the turns behind a stop token.
@@ -6,15 +6,17 @@ Those before it brought tokens that all count, because the runner ends the turns
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
+from plait.errors import EngineError
+from plait.request import TokenLogprobs
 from plait.schedule.allocation import Allocation
 from plait.schedule.costs import LATE_S, LONGEST_S, SchedulerLimits, StepCosts, most_steps
 from plait.schedule.drafts.slots import DraftSlots
-from plait.schedule.drafts.turns import FEW_TURNS, MOST_STOPS, PlanTurns
-from plait.schedule.plan import Chunk, Sampled, Table
+from plait.schedule.drafts.turns import FEW_TURNS, MOST_STOPS, PlanTurns, count_decodes
+from plait.schedule.plan import Chunk, Sampled, StepPlan, Table
 from plait.schedule.sequence import TokenSequence, Update
 
 HEAD_SHARE = 0.5  # what a turn's drafts may take of the time of the step that checks them, where it is known
@@ -67,6 +69,27 @@ def plan_steps(
     return most, stops if most > 1 else ()
 
 
+def add_drafts(
+    running: Sequence[TokenSequence],
+    shares: Mapping[int, int],
+    drafts: Mapping[int, tuple[int, ...]],
+    limits: SchedulerLimits,
+    memory: Allocation,
+) -> None:
+    """Add draft tokens where the budget and memory allow it; no sequence is preempted for a draft."""
+    budget = limits.max_num_batched_tokens - sum(shares.values())
+    for seq in running:
+        if seq.id not in drafts or shares.get(seq.id) != (share := seq.num_left) or not seq.can_draft:
+            continue
+        # The last sampled token is never computed, and a chunk ends where a snapshot is needed.
+        most = min(budget, seq.max_len - seq.num_tokens - 1, memory.until_mark(seq) - share)
+        draft = seq.cut_draft(drafts[seq.id][: max(most, 0)])
+        length = seq.num_computed_tokens + share + len(draft)
+        if draft and memory.reserve(seq, length) and memory.branch(seq, len(draft)):
+            seq.draft = draft
+            budget -= len(draft)
+
+
 def is_plain(seq: TokenSequence) -> bool:
     """Whether tokens follow from the model's logits and random numbers, and nothing reads them in between."""
     is_begun = seq.num_output_tokens >= max(seq.params.min_tokens, 1)
@@ -99,3 +122,54 @@ def add_earlier(update: Update, answer: Sampled | None, earlier: tuple[int, ...]
     event = replace(update.event, token_ids=(*earlier, *update.event.token_ids))
     accepted = update.num_accepted + len(earlier) - (answer.turns.num_turns - 1)
     return Update(update.seq_id, event, update.num_drafted * answer.turns.num_turns, accepted)
+
+
+def answers_by_id(
+    plan: StepPlan, sampled: Sequence[Sampled], sequences: Mapping[int, TokenSequence]
+) -> dict[int, Sampled]:
+    """What was sampled, by sequence id; every sequence that has caught up must have its tokens.
+
+    Raises EngineError if there are more or fewer.
+    """
+    chunks, answers = [c for c in plan.chunks if c.has_answer], {}
+    steps = count_decodes(plan.num_steps, plan.stops, [one.token_ids for one in sampled])
+    if len(chunks) != len(sampled):
+        raise EngineError(f"step {plan.step}: {len(sampled)} answers for {len(chunks)} chunks that have one")
+    for chunk, answer in zip(chunks, sampled, strict=True):
+        answers[chunk.seq_id] = answer
+        seq = sequences.get(chunk.seq_id)
+        if seq is None or not seq.is_in(plan.step):
+            continue
+        num_sampled = len(seq.draft) + (0 if seq.canvas else steps)
+        wanted = num_sampled * seq.samples_after(chunk.end - len(seq.draft))
+        wanted += answer.turns.num_earlier if answer.turns else 0
+        if len(answer.token_ids) != wanted:
+            raise EngineError(
+                f"step {plan.step}: {len(answer.token_ids)} tokens were sampled for "
+                f"{seq.request_id}[{seq.index}], not {wanted}"
+            )
+    return answers
+
+
+def advance_canvas(
+    seq: TokenSequence, chunk: Chunk, answer: Sampled | None, memory: Allocation
+) -> Update | None:
+    """What a pass adds to a sequence with a canvas: its tokens once it is done; None before.
+
+    Only whole canvases count as computed, and only of known tokens: the last one's are computed once more.
+    """
+    canvas, draft, seq.draft, seq.in_step = seq.canvas, seq.draft, (), 0
+    assert canvas is not None
+    end = min(chunk.end - len(draft), seq.num_tokens)
+    memory.settle(seq, end // canvas.spec.size * canvas.spec.size, accepted=True)
+    found: tuple[TokenLogprobs, ...] = ()
+    if draft and answer is not None and answer.logprobs:
+        canvas.fill(answer.logprobs)
+        found = canvas.take(seq.max_len - seq.num_tokens, seq.stop_token_ids)
+    if not found and not (seq.max_len <= seq.prompt_len and end == seq.num_tokens):
+        return None
+    new = tuple([one.token_id for one in found])
+    tokens, reason = seq.keep_tokens(new)
+    seq.token_ids += tokens
+    scores = found if seq.params.logprobs is not None else None
+    return Update(seq.id, seq.event(Sampled(new, scores), tokens, reason, is_scoring=False))

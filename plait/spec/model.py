@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+from plait.spec.canvas import CanvasSpec
+
 UNLIMITED = float("inf")
 ClippedActivation = Literal["swiglu_oai", "swiglu_7", "swiglu_16", "swiglu_cut_7", "swiglu_cut_10", "situ"]
 Activation = Literal["silu", "gelu", "gelu_pytorch_tanh", "relu2", "relu", "xielu", ClippedActivation]
@@ -65,7 +67,7 @@ class TemperatureSpec:
 @dataclass(frozen=True, slots=True)
 class AttentionSpec(Mixer):
     """Grouped-query attention. `window` keys are visible to a query, itself included; `chunk`: they end with
-    the chunk of so many positions in which the query is (Llama 4, Rnj-1).
+    the chunk of so many positions in which the query is (Llama 4, Rnj-1). `canvas`: see `CanvasSpec`.
 
     `qk_norm_over`: one head with a weight for all ("head"), one head with a weight of its own ("each"), or
     all heads as one vector ("all"). `sinks`: a logit per head in the softmax, of no token (gpt-oss);
@@ -85,6 +87,7 @@ class AttentionSpec(Mixer):
     rope: RopeSpec | None = None
     window: int | None = None
     chunk: int | None = None
+    canvas: int | None = None
     softcap: float | None = None
     qk_norm: NormSpec | None = None  # before rope
     qk_norm_over: Literal["head", "each", "all"] = "head"
@@ -300,6 +303,7 @@ class ModelSpec:
 
     `causal` False: earlier outputs change as tokens are appended; every step computes the whole sequence.
     `positions`: learned ones that are added to embeddings. `front`: learned tokens before each text (Hymba).
+    `canvas`: how many tokens are written at once, if not one after the other.
     `streams`: residual streams of a token; mixers are then `AltUpSpec`s, or by `hyper` `HyperBranchSpec`s.
     """
 
@@ -322,6 +326,7 @@ class ModelSpec:
     front: int | None = None
     hyper: HyperSpec | None = None
     mtp: MtpSpec | None = None  # which may have been left out of the files
+    canvas: CanvasSpec | None = None
 
     def branches(self) -> Iterator[tuple[str, BranchSpec]]:
         """Every branch with its name in our naming, `layers.3.attn`."""

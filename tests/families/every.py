@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from plait.families.common.registry import find
-from tests.families import test_chameleon, test_nemotron_nas, tiny
+from tests.families import canvases, test_chameleon, test_nemotron_nas, tiny
 from tests.families.gguf.published_kin import KIN, as_published
 from tests.families.gguf.recorded import read_checkpoint
 from tests.families.newer_oracles import DESCRIBED
@@ -49,7 +49,8 @@ PUBLISHED = {
 STATE_SPACES = {"state_spaces_mamba1": "mamba", "state_spaces_mamba2": "mamba2"}
 # Checkpoints that tests of their own write.
 OTHERS = {"chameleon": "chameleon", "nemotron_nas": "nemotron-nas"}
-NAMES = (*tiny.VARIANTS, *ORACLES, *DESCRIBED, *PUBLISHED, *STATE_SPACES, *OTHERS)
+NAMES = (*tiny.VARIANTS, *ORACLES, *DESCRIBED, *PUBLISHED, *STATE_SPACES, *OTHERS, *canvases.NAMES)
+CANVAS = 4  # tokens, as a block has in the tests of runners
 
 
 def read_model(name: str, folder: Path) -> tuple[Config, Memory]:
@@ -64,6 +65,9 @@ def read_model(name: str, folder: Path) -> tuple[Config, Memory]:
         given, stored, _ = read_checkpoint(name, folder)
         config, stored = as_published(name, dict(given), stored)
         return json.loads(json.dumps(config)), Memory(stored)
+    if name in canvases.NAMES:
+        config, stored = canvases.write(name, folder, CANVAS)
+        return config, Memory(stored)
     if name == "nemotron_nas":
         return test_nemotron_nas.CONFIG, Memory(test_nemotron_nas.write_checkpoint()[0])
     if name == "chameleon":
@@ -107,6 +111,8 @@ def family_of(name: str) -> str:
     """The family of one of NAMES. No checkpoint is written: reading it shows that this is so."""
     if name in PUBLISHED or name in OTHERS:
         return {**PUBLISHED, **OTHERS}[name]
+    if name in canvases.NAMES:
+        return name
     if name in STATE_SPACES:
         return "MambaLMHeadModel"
     if name in ORACLES or name in DESCRIBED:

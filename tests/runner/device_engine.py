@@ -118,8 +118,10 @@ class Side:
         store = StateStore(model.states, counts, num_slots, BLOCK, CPU, torch.float32)
         for tensor in store.tensors:
             tensor.zero_()
-        sampler = Sampler(vocab, chip=self.chip)
-        capacity = Capacity.of(self.budget, self.num_seqs, LONGEST, BLOCK, num_draft_tokens=4)
+        canvas = model.spec.canvas
+        sampler = Sampler(vocab, chip=self.chip, banned=[canvas.mask_token] if canvas else ())
+        tried = {"canvas": canvas.size} if canvas else {"num_draft_tokens": 4}
+        capacity = Capacity.of(self.budget, self.num_seqs, LONGEST, BLOCK, **tried)
         graphs = TorchGraphs(self.chip) if self.has_graphs else None
         self.runner = ModelRunner(
             model, store, sampler, CPU, executor=graphs, capacity=capacity if graphs else None
@@ -130,6 +132,7 @@ class Side:
             max_waiting=100,
             max_model_len=LONGEST,
             num_steps=self.num_steps,
+            canvas=canvas,
         )
         memory = Allocation(
             groups,

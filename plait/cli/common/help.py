@@ -51,7 +51,7 @@ GROUPS = {
     ),
     "Speed and arithmetic": (
         *("device", "dtype", "ops", "no_fuse", "isa", "pdl", "max_num_batched_tokens", "max_step_ms"),
-        *("speculate", "num_draft_tokens", "precise", "deterministic", "prefill"),
+        *("speculate", "num_draft_tokens", "canvas_threshold", "precise", "deterministic", "prefill"),
     ),
 }
 BY_CLASS = (

@@ -9,7 +9,7 @@ ENCODER_DECODER = "it has an encoder next to its decoder, and Plait runs decoder
 ENCODER = "it reads a text in both directions, as an encoder does, and Plait runs causal decoders"
 AUDIO = "it is made for sound, and Plait reads and writes text"
 IMAGE = "its text layers are made to attend to images, and Plait reads and writes text"
-DIFFUSION = "it writes by diffusion, many tokens at once, and Plait writes one token after another"
+DIFFUSION = "it writes a whole reply by diffusion, and Plait writes tokens or blocks one after another"
 DRAFTER = "it drafts for another model and reads that model's states, so it does not run by itself"
 
 # reason -> model types, and architectures of configs that have another model's type
@@ -45,7 +45,7 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
     ),
     "it writes images, and Plait writes text": ("glm_image", "glm_image_text"),
     IMAGE: ("blip", "blip_text_model", "git"),
-    DIFFUSION: ("diffusion_gemma", "dream", "llada", "llada2_moe", "rnd1", "sdar", "sdar_moe"),
+    DIFFUSION: ("diffusion_gemma", "dream", "llada", "rnd1"),
     DRAFTER: (
         *("gemma4_assistant", "gemma4_unified_assistant"),
         *("iquest_q1_mtp", "LlamaForCausalLMEagle", "LlamaForCausalLMEagle3", "EagleLlamaForCausalLM"),

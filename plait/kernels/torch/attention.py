@@ -42,6 +42,7 @@ def sdpa(
     step: dict[object, object] | None = None,
     slopes: None = None,
     chunk: int | None = None,
+    canvas: int | None = None,
 ) -> Tensor:
     """`paged_attention` without softcap and slopes: the same arguments and result; `step` is not needed."""
     caches = tuple(zip((k_cache, v_cache), head_forms(q.shape[-1], k_cache.dtype), strict=True))
@@ -53,8 +54,8 @@ def sdpa(
         keys, values = (read_paged(c, block_table[s], start, end, form).to(q.dtype) for c, form in caches)
         n = rows.stop - rows.start
         mask = None
-        if n > 1 or chunk:
-            mask = causal_mask(n, start, end, window, q.device, chunk)
+        if n > 1 or chunk or canvas:
+            mask = causal_mask(n, start, end, window, q.device, chunk, canvas)
         if sinks is not None:
             # A sink is the score of a key of zeros with the value zero: one more column of the mask.
             keys, values = (F.pad(t, (0, 0, 0, 0, 0, 1)) for t in (keys, values))

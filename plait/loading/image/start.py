@@ -18,7 +18,7 @@ from plait.engine.draft_places import Beside, block_nbytes, plan_head_places
 from plait.engine.fingerprint import Fingerprint
 from plait.engine.grammar_guide import Guides
 from plait.engine.host_memory import describe_memory, free_host_memory, size_on_host
-from plait.engine.memory_plan import ModelFacts, Sizing
+from plait.engine.memory_plan import ModelFacts, Sizing, fit_canvas
 from plait.errors import BadFile, OutOfMemory, PlaitError
 from plait.frontend.frontend import Front
 from plait.kernels.load import row_functions, turn_tables, why_refused
@@ -162,8 +162,8 @@ def _start(image: Image, config: EngineConfig, text: TextSource, open_full: Open
         log.warning("threads: %s", too_many)
     spec = decode_spec_value(model.spec)
     assert isinstance(spec, ModelSpec)
-    facts = ModelFacts(states=model.states, max_len=spec.max_len, dtype=model.dtype, causal=spec.causal)
-    sizing = size_on_host(facts, config, mapped=model.mapped_nbytes)
+    config = fit_canvas(config, spec.canvas)
+    sizing = size_on_host(_describe(model, spec), config, mapped=model.mapped_nbytes)
     largest = Capacity(*step.program.capacity)
     if largest.blocks < -(-sizing.max_model_len // model.block_size):
         raise BadFile("it is of a shorter context")
@@ -200,6 +200,17 @@ def _start(image: Image, config: EngineConfig, text: TextSource, open_full: Open
         made = runner, engine, sizing, guides, model.fingerprint, disk
         undo.pop_all()
     return StartedModel(model.name, model, spec, text, *made)
+
+
+def _describe(model: ModelPart, spec: ModelSpec) -> ModelFacts:
+    """What sizes its memory."""
+    return ModelFacts(
+        states=model.states,
+        max_len=spec.max_len,
+        dtype=model.dtype,
+        causal=spec.causal,
+        has_canvas=spec.canvas is not None,
+    )
 
 
 @contextmanager

@@ -32,6 +32,7 @@ def describe_attention(m: AttentionSpec) -> str:
     parts = [f"{kind}, {m.num_heads} heads × {m.head_dim}, {m.num_kv_heads} kv", describe_rope(m.rope)]
     ends = f", up to the end of a chunk of {m.chunk}" if m.chunk else ""
     parts += [f"window {m.window}{ends}"] if m.window else []
+    parts += [f"all of {m.canvas} tokens"] if m.canvas else []
     parts += [f"softcap {m.softcap:g}"] if m.softcap else []
     parts += [f"q and k normed{' last' if m.qk_norm_last else ''}"] if m.qk_norm else []
     parts += [f"both ways{' in prompts' if m.both_ways == 'prompt' else ''}"] if m.both_ways else []
@@ -79,6 +80,7 @@ class Attention:
         sizes |= dict(window=s.window, softcap=s.softcap, sinks=self.sinks is not None)
         self.slopes = torch.tensor(s.slopes, device=w.target.device) if s.slopes else None
         self._more: dict[str, object] = {"chunk": s.chunk} if s.chunk else {}
+        self._more |= {"canvas": s.canvas} if s.canvas else {}
         sizes |= {"activations": w.target.activations, **self._more, **({"alibi": True} if s.slopes else {})}
         self._more |= {"slopes": self.slopes} if s.slopes else {}
         attends = (None, w.bind(full_attention)) if s.both_ways else None

@@ -44,9 +44,14 @@ def has_drafts(capacity: Capacity) -> bool:
     return capacity.logits > capacity.seqs + 2
 
 
+def most_of_one(capacity: Capacity) -> int:
+    """The most tokens of one sequence in a captured step: a canvas comes behind the one before it."""
+    return max(LONGEST, 2 * capacity.canvas)
+
+
 def list_tokens(capacity: Capacity) -> list[int]:
     """How many tokens a captured step may have, the fewest first."""
-    return buckets_of(min(capacity.seqs * LONGEST, capacity.tokens, BUCKETS[-1]))
+    return buckets_of(min(capacity.seqs * most_of_one(capacity), capacity.tokens, BUCKETS[-1]))
 
 
 class CheckBatch:
@@ -56,7 +61,8 @@ class CheckBatch:
     def __init__(
         self, capacity: Capacity, groups: Sequence[BlockGroup], block_size: int, device: torch.device
     ) -> None:
-        self._groups, self._block_size = tuple(groups), block_size
+        self._groups, self._block_size, self._most = tuple(groups), block_size, most_of_one(capacity)
+        self._may_begin = capacity.canvas > 0  # the first canvas of a sequence has no state to begin with
         self._seqs = buckets_of(capacity.seqs)
         self._tokens = list_tokens(capacity)
         self.tokens = self._tokens[-1]
@@ -83,8 +89,9 @@ class CheckBatch:
         if tokens > self.tokens or len(chunks) > self._seqs[-1] or plan.num_steps > 1:
             return None
         for chunk in chunks:
-            is_plain = chunk.num_logits > 0 and not chunk.num_pooled and not chunk.adapter and chunk.start > 0
-            if not is_plain or len(chunk.token_ids) > LONGEST or FOLLOW in chunk.token_ids:
+            is_plain = chunk.num_logits > 0 and not chunk.num_pooled and not chunk.adapter
+            is_known = chunk.start > 0 or self._may_begin
+            if not (is_plain and is_known) or len(chunk.token_ids) > self._most or FOLLOW in chunk.token_ids:
                 return None
             if any(len(table) > self._blocks for table in chunk.blocks):
                 return None

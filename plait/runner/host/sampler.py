@@ -187,7 +187,7 @@ class HostSampler:
         self, logits: Floats, first: int, row: SamplingRow, ids: Sequence[int]
     ) -> tuple[TokenLogprobs, ...] | None:
         """The model's log-probabilities of the tokens chosen from rows `first`, …; None: not requested."""
-        num_top = row.num_candidates or row.params.logprobs
+        num_top = count_alternatives(row)
         if num_top is None or not ids:
             return None
         # One by one: a row's bits must not depend on its neighbours.
@@ -218,6 +218,12 @@ class HostSampler:
         for target, logprob, row in zip(targets, chosen, allowed, strict=True):
             found.append(with_target(target, logprob, best(row, count)))
         return found
+
+
+def count_alternatives(row: SamplingRow) -> int | None:
+    """How many alternatives the log-probability of each sample has; None: there is none."""
+    requested = row.num_candidates or row.params.logprobs
+    return 0 if requested is None and row.is_scored else requested
 
 
 def guide(logits: Floats, rows: Sequence[SamplingRow], log_softmax: Callable[[Floats], Floats]) -> Floats:

@@ -42,21 +42,28 @@ class NativeThreads(Protocol):
 
 
 class Capacity(Struct, frozen=True):
-    """The largest step: tokens, rows of logits, sequences, blocks of one sequence."""
+    """The largest step: tokens, rows of logits, sequences, blocks of one sequence, and places of a canvas."""
 
     tokens: int
     logits: int
     seqs: int
     blocks: int
+    canvas: int = 0
 
     @classmethod
     def of(
-        cls, tokens: int, seqs: int, max_model_len: int, block_size: int, num_draft_tokens: int = 0
+        cls,
+        tokens: int,
+        seqs: int,
+        max_model_len: int,
+        block_size: int,
+        num_draft_tokens: int = 0,
+        canvas: int = 0,
     ) -> Capacity:
-        """A row of logits for every sequence and each token of its draft, and one more."""
-        logits = max(min(seqs * (1 + num_draft_tokens), tokens), seqs) + 1
+        """A row of logits for every sequence and each token of its draft or its canvas, and one more."""
+        logits = max(min(seqs * (1 + num_draft_tokens + canvas), tokens), seqs) + 1
         logits += logits == tokens  # a recording distinguishes tokens and rows of logits by their number
-        return cls(tokens, logits, seqs, max(-(-max_model_len // block_size), 1))
+        return cls(tokens, logits, seqs, max(-(-max_model_len // block_size), 1), canvas)
 
 
 class StaticBatch:

@@ -1,1 +1,1 @@
-"""What drafts need that imports nothing else of scheduling: slots for states, and the choice of lengths."""
+"""What drafts and canvases need that imports nothing else of scheduling."""

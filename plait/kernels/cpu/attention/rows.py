@@ -66,7 +66,7 @@ HIDDEN = np.float32(-np.inf)
 # Words of a launch: addresses, strides in bytes, sizes.
 Q, Q_ROW, Q_HEAD, OUT, KEYS, VALUES, TABLE, TABLE_ROW, START, LENS = range(2, 12)
 HEADS, KV_HEADS, K_DIM, V_DIM, BLOCK, WINDOW, SCALE, CAP, BUDGET, SINKS, FEW, SLOPES = range(12, 24)
-SINK_ROW, CHUNK = 24, 25
+SINK_ROW, CHUNK, CANVAS = 24, 25, 26
 
 
 @inline
@@ -88,6 +88,15 @@ def first_key(args: Int, position: Int) -> Int:
         return np.int64(0)
     last = position - position % chunk + chunk - 1 if chunk > 0 else position
     return max(last - window + 1, 0)
+
+
+@inline
+def last_key(args: Int, s: Int, position: Int) -> Int:
+    """The last position that a query of sequence s at `position` sees: its own, or its canvas's last one."""
+    canvas = word(args, CANVAS)
+    if canvas <= 0:
+        return position
+    return min(position - position % canvas + canvas, get_i64(word(args, LENS) + 8 * s)) - 1
 
 
 @inline
@@ -156,8 +165,13 @@ def locate(
 
 
 @inline
-def soften(args: Int, scores: Int, first: Int, end: Int, span: Int, position: Int, part: Int) -> None:
-    """Products of one row with the groups first..end of a split become exp(score - largest), in place."""
+def soften(
+    args: Int, scores: Int, first: Int, end: Int, span: Int, position: Int, last: Int, part: Int
+) -> None:
+    """Products of one row with the groups first..end of a split become exp(score - largest), in place.
+
+    last: the last position that it sees.
+    """
     scale, cap = spread(get_f32(args + 8 * SCALE)), spread(get_f32(args + 8 * CAP))
     capped, hidden = get_f32(args + 8 * CAP) > np.float32(0.0), spread(HIDDEN)
     low, top = first_key(args, position), spread(LOWEST)
@@ -166,8 +180,8 @@ def soften(args: Int, scores: Int, first: Int, end: Int, span: Int, position: In
         x = mul(load_f32(at), scale)
         if capped:
             x = mul(cap, tanh(div(x, cap)))
-        if key < low or key + 15 > position:
-            x = where_below(np.int32(position + 1 - key), x, hidden)
+        if key < low or key + 15 > last:
+            x = where_below(np.int32(last + 1 - key), x, hidden)
             x = where_below(np.int32(low - key), hidden, x)
         store_f32(at, x)
         top = above(x, top)
@@ -350,12 +364,14 @@ def hide(scores: Int, pair: Int, low: Int, high: Int) -> None:
 
 
 @inline
-def soften_pairs(args: Int, scores: Int, first: Int, end: Int, span: Int, position: Int, part: Int) -> None:
+def soften_pairs(
+    args: Int, scores: Int, first: Int, end: Int, span: Int, position: Int, last: Int, part: Int
+) -> None:
     """Products of one row with the groups first..end of a split become weights, in place, by pairs of groups.
 
     As bfloat16, number t at 2t; without the instruction as float32, at 4t.
     """
-    low, high = max(first_key(args, position) - span, 0), min(position + 1 - span, 16 * end)
+    low, high = max(first_key(args, position) - span, 0), min(last + 1 - span, 16 * end)
     near, far = low // 32, (high + 31) // 32
     if high <= low:
         near, far = end, end

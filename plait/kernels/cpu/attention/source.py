@@ -505,7 +505,8 @@ def gather(frame, args, thread, threads, seqs, spans):
                     continue
                 position = past + row // group
                 begin(args, s, kv_head, row, state, record)
-                for span in range(first_key(args, position) // {span}, position // {span} + 1):
+                last = last_key(args, s, position)
+                for span in range(first_key(args, position) // {span}, last // {span} + 1):
                     fold(state, part_of(frame, args, s, kv_head, row, spans, span), record)
                 finish(args, s, kv_head, row, state)
 
@@ -544,7 +545,8 @@ def attend(frame, args, thread, threads):
             unit, only = unit // own, first_span(args, s) + unit % own
         kv_head, base, past = unit % kv_heads, unit // kv_heads * rows, past_of(args, s)
         count = min(rows, rows_in(args, s) * group - base)
-        low, high = first_key(args, past + base // group), past + (base + count - 1) // group + 1
+        low = first_key(args, past + base // group)
+        high = last_key(args, s, past + (base + count - 1) // group) + 1
         from_span, to_span = low // {span}, (high + {span} - 1) // {span}
         if spans > 0:
             from_span, to_span = max(from_span, only), min(to_span, only + 1)
@@ -565,7 +567,8 @@ def attend(frame, args, thread, threads):
             soon = scratch + 8 * first, np.int64(0), end - first{upcoming}
             for i in range(0, count, {rows}):
                 left = min(count - i, {rows})
-                earliest, latest = past + (base + i) // group, past + (base + i + left - 1) // group
+                earliest = past + (base + i) // group
+                latest = last_key(args, s, past + (base + i + left - 1) // group)
                 start, stop = max(first_key(args, earliest) - at, 0), min(latest + 1 - at, {span})
                 if start >= stop:
                     continue
@@ -574,7 +577,8 @@ def attend(frame, args, thread, threads):
                 for r in range(left):
                     position = past + (base + i + r) // group
                     {lean}
-                    soften(args, scores + r * {line}, head, tail, at, position, parts + r * record)
+                    last = last_key(args, s, position)
+                    soften(args, scores + r * {line}, head, tail, at, position, last, parts + r * record)
                     {weigh}
                 tile_values(size, scores, start, stop, values, {values}, columns, parts, record, soon)
                 for r in range(left):

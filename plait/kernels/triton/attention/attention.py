@@ -158,6 +158,12 @@ def _first_seen(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
     return last - WINDOW + 1
 
 
+@triton.jit
+def _last_seen(position, length, CANVAS: tl.constexpr):
+    """The last position that a query sees: its own, or the last of its canvas."""
+    return tl.minimum(position // CANVAS * CANVAS + CANVAS, length) - 1 if CANVAS else position
+
+
 @triton.jit(do_not_specialize=["num_seqs", "capacity"])
 def count_items(
     query_start, seq_lens, items, slots, starts, counters, num_seqs, capacity,
@@ -212,8 +218,8 @@ def attend(
     D: tl.constexpr, DP: tl.constexpr, REST: tl.constexpr, RESTP: tl.constexpr, LATENT: tl.constexpr,
     KW: tl.constexpr, VW: tl.constexpr, GROUP: tl.constexpr, REST_AT: tl.constexpr,
     PAGE: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, TOKEN_SINKS: tl.constexpr,
-    ALIBI: tl.constexpr, STAGES: tl.constexpr,
+    CHUNK: tl.constexpr, CANVAS: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    TOKEN_SINKS: tl.constexpr, ALIBI: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """q: [T, KVH * G, D + REST] -> out [T, KVH * G, D], or partial results of splits: see the module.
 
@@ -269,7 +275,8 @@ def attend(
         line = table + seq.to(tl.int64) * table_row
         # The keys of a tile end with those its last row sees. They begin with those its first row sees: what
         # lies in front of a window may be no number, and a weight of 0 would not take it away.
-        end = tl.minimum(length, length - count + (tl.minimum(tile * BM + BM, count * G) - 1) // G + 1)
+        latest = length - count + (tl.minimum(tile * BM + BM, count * G) - 1) // G
+        end = tl.minimum(length, _last_seen(latest, length, CANVAS) + 1)
         oldest = _first_seen(length - count + tile * BM // G, WINDOW, CHUNK)
         for s in range(first, last):
             start = (s + tl.zeros([], tl.int32)) * SPLIT
@@ -299,7 +306,7 @@ def attend(
                 if SOFTCAP > 0:
                     cap: tl.constexpr = SOFTCAP * 1.4426950408889634
                     scores = cap * tanh(scores / cap)
-                ok = seen[None, :] & (t[None, :] <= position[:, None])
+                ok = seen[None, :] & (t[None, :] <= _last_seen(position, length, CANVAS)[:, None])
                 if WINDOW:
                     ok &= t[None, :] >= _first_seen(position, WINDOW, CHUNK)[:, None]
                 scores = tl.where(ok, scores, -float("inf"))
@@ -403,6 +410,7 @@ def _attend_over(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
     chunk: int | None = None,
+    canvas: int | None = None,
 ) -> Tensor:
     """q: [T, heads, dim + rest], caches of keys and values, where: (block_table, query_start, seq_lens)
     -> [T, heads, dim]. `step`: where the work list of the step is, or is left."""
@@ -426,7 +434,7 @@ def _attend_over(
         work.counters, out, work.part, work.sums, work.sums if sinks is None else sinks,
         work.sums if slopes is None else slopes, table.stride(0), q.stride(0), q.stride(1), scale * LOG2E,
         **shared,
-        CHUNK=chunk or 0, TOKEN_SINKS=sinks is not None and sinks.dim() == 2,
+        CHUNK=chunk or 0, CANVAS=canvas or 0, TOKEN_SINKS=sinks is not None and sinks.dim() == 2,
         **layout.attention(*caches, sinks is not None, slopes is not None, shared_limit(q.device)),
         **layout.options(k_cache.dtype, slopes is not None),
     )  # fmt: skip
@@ -481,6 +489,7 @@ def attend_paged(
     step: dict[object, Any] | None = None,
     slopes: Tensor | None = None,
     chunk: int | None = None,
+    canvas: int | None = None,
 ) -> Tensor:
     """`paged_attention`: the same arguments and result."""
     dim = q.shape[-1]
@@ -493,7 +502,7 @@ def attend_paged(
     elif codes:
         q = turn_back(q.contiguous(), codes.mixed)  # which divides by it
     where = block_table, query_start, seq_lens
-    return _attend_over(q, (k_cache, v_cache), where, layout, scale, step, sinks, slopes, chunk)
+    return _attend_over(q, (k_cache, v_cache), where, layout, scale, step, sinks, slopes, chunk, canvas)
 
 
 def why_no_latents(facts: OpFacts) -> str | None:

@@ -52,11 +52,14 @@ SHAPES = {  # heads, kv_heads, dim, rest, window, softcap, sinks, codes
     "gqa 48/8 d128 window token sinks int8": (48, 8, 128, 0, 4096, None, True, True),
     "gqa 32/8 d128 chunks": (32, 8, 128, 0, 1024, None, False, False),
     "gqa 32/8 d128 chunks int8": (32, 8, 128, 0, 1024, None, False, True),
+    "gqa 32/8 d128 canvas": (32, 8, 128, 0, None, None, False, False),
+    "gqa 32/8 d128 canvas int8": (32, 8, 128, 0, None, None, False, True),
     "mla 16 heads window": (16, 1, 512, 64, 512, None, False, False),
     "mla 16 heads window int8": (16, 1, 512, 64, 512, None, False, True),
 }
 TOKEN_SINKS = tuple(name for name in SHAPES if "token sinks" in name)
 CHUNKS = {"gqa 32/8 d128 chunks": 512, "gqa 32/8 d128 chunks int8": 512}
+CANVASES = {"gqa 32/8 d128 canvas": 4, "gqa 32/8 d128 canvas int8": 32}
 LEANING = ("gqa 32/32 d128 alibi", "gqa 32/32 d128 alibi int8")
 WIDE_SHAPES = (
     "gqa 32/8 d128",
@@ -68,6 +71,7 @@ WIDE_SHAPES = (
     "gqa 64/8 d64 window sinks int8",
     *TOKEN_SINKS,
     *CHUNKS,
+    *CANVASES,
     "gqa 8/4 d256 window softcap",
     "gqa 8/2 d512",
     "gqa 8/4 d256 int8",
@@ -83,6 +87,7 @@ ROUNDED_SHAPES = (
     *("gqa 32/8 d128", "gqa 8/4 d256 window softcap", "gqa 8/2 d512", "mla 16 heads"),
     *("gqa 9/3 d64", "gqa 64/8 d64 sinks", "gqa 64/8 d64 window sinks"),
     *("gqa 48/8 d128 token sinks", "gqa 48/8 d128 window token sinks", "gqa 32/8 d128 chunks"),
+    "gqa 32/8 d128 canvas",
 )
 HALF_SHAPES = (  # in float16, as most models of that dtype have them
     "gqa 32/8 d128",
@@ -98,6 +103,7 @@ HALF_SHAPES = (  # in float16, as most models of that dtype have them
     "gqa 9/3 d64 int8",
     "gqa 32/8 d128 window int8",
     *("mla 16 heads", "mla 16 heads int8"),
+    "gqa 32/8 d128 canvas",
 )
 KINDS = {"bf16*": torch.bfloat16, "fp16*": torch.float16, "fp32*": torch.float32, "i8*": torch.int8}
 
@@ -146,6 +152,7 @@ def _attend_forms(name: str, types: Mapping[str, str], suffix: str = "") -> Iter
         constants = layout.constants(64, rows)
         constants |= layout.attention(caches[0], caches[1], sinks, name in LEANING)
         constants |= {"TOKEN_SINKS": name in TOKEN_SINKS, "CHUNK": CHUNKS.get(name, 0)}
+        constants |= {"CANVAS": CANVASES.get(name, 0)}
         warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
         yield KernelForm(
             f"attend, {name}, {step}{suffix}", attend, types, constants, warps, stages, demands=demands,

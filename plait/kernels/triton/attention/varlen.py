@@ -69,8 +69,8 @@ def why_not_varlen(facts: OpFacts) -> str | None:
         return "prompts would have other last bits than decodes: deterministic was asked for"
     if facts.dtype not in (torch.bfloat16, torch.float16):
         return "its products are of 16-bit numbers"
-    if any(facts.sizes.get(name) for name in ("softcap", "sinks", "alibi", "chunk")):
-        return "it has neither softcap, sinks, slopes of heads nor chunks"
+    if any(facts.sizes.get(name) for name in ("softcap", "sinks", "alibi", "chunk", "canvas")):
+        return "it has neither softcap, sinks, slopes of heads, chunks nor canvases"
     if facts.sizes.get("v_dim", facts["dim"]) != facts["dim"]:
         return "values are as wide as keys"
     if facts["dim"] > WIDEST or facts["dim"] % 8:
@@ -102,8 +102,9 @@ def attend_varlen(
     step: dict[Any, Any] | None = None,
     slopes: None = None,
     chunk: None = None,
+    canvas: None = None,
 ) -> Tensor:
-    """`paged_attention` without softcap, sinks, slopes and chunks: the same arguments and result."""
+    """`paged_attention` without softcap, sinks, slopes, chunks and canvases."""
     # Decodes, or prompts of one token, which are no slower for it; and every captured step.
     if len(q) == len(seq_lens) or is_captured():
         where = (block_table, slot_mapping, query_start, seq_lens)

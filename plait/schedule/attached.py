@@ -1,13 +1,30 @@
-"""The pooled hidden states of one sequence, as its steps bring them."""
+"""What some sequences have with them: a guide of their tokens, or a sum of their hidden states."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from msgspec import Struct
 
 from plait.errors import EngineError
 from plait.request import Pooling
+
+
+class Guide(Protocol):
+    """Constrains the tokens of one sequence, see `engine.grammar_guide.GrammarGuide`. Nothing raises."""
+
+    is_wanted: bool
+
+    @property
+    def error(self) -> Exception | None: ...
+    @property
+    def is_ready(self) -> bool: ...
+    @property
+    def is_finished(self) -> bool: ...
+    def masks(self, draft: tuple[int, ...] = ()) -> tuple[bytes, ...]: ...
+    def accept(self, token_id: int) -> bool: ...
+    def find_forced(self) -> tuple[int, ...]: ...
 
 
 class PooledHidden(Struct):

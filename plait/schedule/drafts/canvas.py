@@ -1,0 +1,63 @@
+"""The canvas of a sequence: the next tokens of a model that fills places in any order (`spec.CanvasSpec`).
+
+Each pass computes a canvas whole, behind all known tokens, and samples a token for every place without one.
+The surest of them stay. Once all places have a token they are the sequence's; the next pass computes
+them again, as what the next canvas sees, before that one's masks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+from plait.request import TokenLogprobs
+from plait.spec.canvas import CanvasSpec
+
+
+class Canvas:
+    """The places behind a sequence's last token, up to the next multiple of the spec's size."""
+
+    def __init__(self, spec: CanvasSpec) -> None:
+        self.spec, self.least = spec, math.log(spec.threshold) if spec.threshold > 0 else -math.inf
+        self._places: list[TokenLogprobs | None] = []  # None: it has no token yet
+
+    def count_places(self, num_tokens: int) -> int:
+        """The places of a canvas behind so many tokens."""
+        return self.spec.size - num_tokens % self.spec.size
+
+    def open(self, num_tokens: int) -> tuple[int, ...]:
+        """The tokens to compute behind so many known ones: the mask in places that have none."""
+        if not self._places:
+            self._places = [None] * self.count_places(num_tokens)
+        mask = self.spec.mask_token
+        return tuple([mask if place is None else place.token_id for place in self._places])
+
+    def list_filled(self) -> list[int]:
+        """The tokens that it has, in the order of places."""
+        return [place.token_id for place in self._places if place is not None]
+
+    def fill(self, sampled: Sequence[TokenLogprobs]) -> None:
+        """Keep what was sampled where its probability is above the threshold, or the likeliest of all.
+
+        sampled: one for each place. Places with a token keep it.
+        """
+        free = [i for i, place in enumerate(self._places) if place is None]
+        sure = [i for i in free if sampled[i].logprob > self.least]
+        for i in sure or [max(free, key=lambda i: sampled[i].logprob)]:
+            self._places[i] = sampled[i]
+
+    def take(self, most: int, stops: Collection[int]) -> tuple[TokenLogprobs, ...]:
+        """The tokens of a canvas that is done, and forget them; () while it is not.
+
+        It is done as well when the first ones end the sequence: so many, or with one of `stops`. Later
+        passes change no token, so those behind the end need not be known.
+        """
+        ready: list[TokenLogprobs] = []
+        for place in self._places:
+            if place is None:
+                return ()
+            ready.append(place)
+            if len(ready) == most or place.token_id in stops:
+                break
+        self._places = []
+        return tuple(ready)
