@@ -4,6 +4,15 @@ Every kernel has one signature: (frame, args, thread, threads), all int64. `args
 words that `Executor.launch` wrote: the numbers and addresses of one use. `frame` is the address of what
 changes from step to step (`frame.py`). All threads run a kernel together, each doing its share; it may meet
 the others at `barrier(frame, threads)`.
+
+Numba would make each function that a kernel calls ready to be called by itself: optimise it three times, and
+assemble it. Nothing calls it but kernels, which have it inside and are optimised whole:
+
+    inline:  Python -> types -> LLVM --.
+    inline:  Python -> types -> LLVM --+-- linked --> optimised --> machine code
+    kernel:  Python -> types -> LLVM --'
+
+What is replaced of Numba for this has no public name. Where Numba lacks it, it compiles as it always does.
 """
 
 from __future__ import annotations
@@ -13,16 +22,22 @@ import linecache
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from hashlib import sha256
-from types import ModuleType
-from typing import Any, TypeVar
+from types import CodeType, ModuleType
+from typing import Any, ClassVar, TypeVar
 
-from numba import njit
+from llvmlite.binding import ModuleRef
+from numba import njit, types
 from numba.core.ccallback import CFunc
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler, DefaultPassBuilder
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.registry import cpu_target
 from numba.core.sigutils import normalize_signature
+from numba.core.typing.context import Context
 
 from plait.kernels.cpu.codegen.kernel_cache import lock_compile
 
@@ -35,6 +50,94 @@ ENTRY_SIGNATURE = "void(int64,int64)"
 Body = Callable[[int, int, int, int], None]
 F = TypeVar("F", bound=Callable[..., Any])
 _made: dict[int, Kernel] = {}  # by address
+UNUSED = frozenset({"NopythonRewrites", "InlineOverloads"})  # steps for arrays, which kernels have none of
+FOR_CLOSURES = "InlineClosureLikes"
+REPLACED = ("_optimize_functions", "_optimize_final_module", "_finalize_final_module")
+IS_KNOWN = all(callable(getattr(JITCodeLibrary, name, None)) for name in REPLACED)
+LOOK_UP = "get_call_type"
+_signatures: dict[tuple[int, tuple[types.Type, ...]], tuple[types.BaseFunction, object]] = {}
+
+
+class KernelLibrary(JITCodeLibrary):
+    """LLVM code of a kernel. It is optimised once all that it calls is linked to it."""
+
+    def _optimize_functions(self, ll_module: ModuleRef) -> None:
+        """Nothing yet: what is done to the whole kernel begins with the same."""
+        ll_module.data_layout = self._codegen._data_layout
+
+
+class InlineLibrary(KernelLibrary):
+    """LLVM code of a function that only kernels call: they link it as it was written."""
+
+    def _optimize_final_module(self) -> None:
+        pass
+
+    def _finalize_final_module(self) -> None:
+        """Let others link it. There is no machine code."""
+        self._finalized = True
+
+
+class KernelCompiler(Compiler):
+    """Numba's steps from a kernel's function to its machine code, without those that no kernel needs."""
+
+    library: ClassVar[Callable[..., JITCodeLibrary]] = KernelLibrary
+
+    def define_pipelines(self) -> list[object]:
+        """What Numba takes these steps from."""
+        state = self.state
+        steps = DefaultPassBuilder.define_nopython_pipeline(state)
+        unused = UNUSED if _has_closures(state.func_id.code) else UNUSED | {FOR_CLOSURES}
+        steps.passes = [step for step in steps.passes if step[0].__name__ not in unused]
+        if IS_KNOWN:
+            state.library = self.library(state.targetctx.codegen(), state.func_id.func_qualname)
+            state.library.enable_object_caching()
+        return [steps]
+
+
+class InlineCompiler(KernelCompiler):
+    """The same for a function that only kernels call."""
+
+    library = InlineLibrary
+
+    def define_pipelines(self) -> list[object]:
+        if IS_KNOWN:
+            # What Numba calls from Python, and knows the function by: any built-in function does for that.
+            self.state.targetctx.get_executable = lambda *_: [].append
+        return super().define_pipelines()
+
+
+def _has_closures(code: CodeType) -> bool:
+    """Whether a function has functions inside, or comprehensions."""
+    return any(isinstance(constant, CodeType) for constant in code.co_consts)
+
+
+@contextmanager
+def remember_signatures() -> Iterator[None]:
+    """Look the signature of an operator or intrinsic up once per process for arguments of the same types.
+
+    Numba tries up to twenty templates for each `+` in a function, and again where it writes its instructions.
+    """
+    plain = types.BaseFunction.get_call_type
+
+    def look_up(
+        self: types.BaseFunction,
+        context: Context,
+        args: tuple[types.Type, ...],
+        kws: Mapping[str, types.Type],
+    ) -> object:
+        if kws or context is not cpu_target.typing_context:
+            return plain(self, context, args, kws)
+        key = id(self), tuple(args)
+        if key not in _signatures:  # which keeps `self`, so that no other one gets its id
+            _signatures[key] = self, plain(self, context, args, kws)
+        return _signatures[key][1]
+
+    with global_compiler_lock:  # so no other thread compiles meanwhile
+        setattr(types.BaseFunction, LOOK_UP, look_up)
+        try:
+            yield
+        finally:
+            setattr(types.BaseFunction, LOOK_UP, plain)
 
 
 def inline(function: F) -> F:
@@ -42,7 +145,8 @@ def inline(function: F) -> F:
 
     Python itself cannot call it: the code that unboxes arguments would take as long to make as the function.
     """
-    made: F = njit(error_model="numpy", boundscheck=False, cache=False, **BARE)(function)
+    options = {"error_model": "numpy", "boundscheck": False, "cache": False, **BARE}
+    made: F = njit(pipeline_class=InlineCompiler, **options)(function)
     return made
 
 
@@ -100,9 +204,11 @@ class Kernel:
         started = time.perf_counter()
         with lock_compile(self.function, self.signature) as found:
             options = {**OPTIONS, "nopython": True}
-            made: Any = CFunc(self.function, normalize_signature(self.signature), {}, options)
+            signature = normalize_signature(self.signature)
+            made: Any = CFunc(self.function, signature, {}, options, pipeline_class=KernelCompiler)
             made._cache = found
-            with no_collections():  # a compiler's trees are large, and none of them is garbage yet
+            # A compiler's trees are large, and none of them is garbage yet.
+            with no_collections(), remember_signatures():
                 made.compile()
         if not found.was_found:
             self.compile_s = time.perf_counter() - started
