@@ -55,6 +55,7 @@ def outer(x, N):
 """
 
 
+@pytest.mark.sampled(2, across="heavy")
 def test_a_kernel_is_compiled_for_a_gpu_that_is_not_here() -> None:
     command = [sys.executable, "tools/compile_kernels.py", "--match", "count_items", "--targets", "90"]
     plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

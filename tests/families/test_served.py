@@ -186,7 +186,7 @@ def assert_chosen(prompt: Ids, reply: Ids, logits: Tensor) -> None:
     assert not wrong.any(), f"{reply} instead of {after.argmax(-1).tolist()} after {prompt}"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", named())
 def test_greedy_tokens_over_http_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     tiny.write(name, tmp_path)

@@ -343,6 +343,7 @@ def test_an_unknown_kernel_is_no_verdict() -> None:
     assert answer(asked, "cpu") == {"failed": "the trial's process knows no no_such_op (fake)"}
 
 
+@pytest.mark.sampled(2, across="heavy")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed here")
 def test_our_own_kernels_pass_their_trial_in_the_interpreter() -> None:
     load_for_gpu()

@@ -79,6 +79,7 @@ def of_ranks(
     return in_pieces(AdaptedDecoder(built), IDS, target.block_size)  # type: ignore[arg-type]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in tiny.VARIANTS]
 )

@@ -68,6 +68,7 @@ def test_composition_of_references_agrees_with_the_fused_reference(
     torch.testing.assert_close(got, want, rtol=op.tolerance[dtype], atol=op.tolerance[dtype])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("op", "case"), [p.values[:2] for p in CASES if p.values[2] == torch.float32])
 def test_native_composition_agrees_with_the_fused_kernel(op: Op, case: Any, cpu: Any) -> None:
     assert op.composition

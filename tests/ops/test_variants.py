@@ -70,7 +70,7 @@ def runnable() -> Iterator[Any]:
                     yield pytest.param(op, variant, some, id=name, marks=marks)
 
 
-@pytest.mark.sampled(3, each="variant")
+@pytest.mark.sampled(4, each="variant")
 @pytest.mark.parametrize(("op", "variant", "places"), list(runnable()))
 def test_variant_agrees_with_reference(op: Op, variant: Variant, places: list[int], cpu: Any) -> None:
     for i in places:

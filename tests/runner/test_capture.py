@@ -131,7 +131,7 @@ def test_no_family_is_without_a_model_below() -> None:
     assert len(ours) > 190
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", quick())
 def test_a_decode_step_of_every_family_can_be_captured(name: str, tmp_path: Path) -> None:
     model, store = on_gpu(name, tmp_path)

@@ -112,7 +112,7 @@ def quick(names: list[str]) -> list[Any]:
     ]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", quick(RECORDED))
 def test_a_step_of_every_family_can_be_recorded(
     name: str, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
@@ -128,7 +128,7 @@ def test_a_step_of_every_family_can_be_recorded(
         assert model.runner.is_recorded, model.runner.step_kind
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "name",
     [name if name in REPLAYED else pytest.param(name, marks=pytest.mark.slow) for name in RECORDED],
@@ -157,6 +157,7 @@ def test_so_is_one_that_keeps_codes(name: str, checkpoints: Path) -> None:
         torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_so_is_one_of_quantized_weights(name: str, checkpoints: Path) -> None:
     options = {**options_of(name), "quantize": "q8_0", "kv_dtype": "bfloat16"}

@@ -108,7 +108,7 @@ def made(name: str, folder: Path) -> Any:
     return tiny.read(folder / name)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_logits_are_those_of_the_original(name: str, folder: Path) -> None:
     config, tensors, oracle = made(name, folder)

@@ -51,6 +51,7 @@ def with_a_lie(metadata: dict[str, Any], tensors: Tensors, rng: random.Random) -
     return f"{name}: {shape}", metadata, made
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in NAMES]
 )

@@ -50,6 +50,7 @@ def runnable() -> Iterator[Any]:
                     yield pytest.param(op, variant, case, dtype, id=name, marks=marks)
 
 
+@pytest.mark.sampled(2, each="variant")
 @pytest.mark.parametrize(("op", "variant", "case", "dtype"), list(runnable()))
 def test_variant_agrees_with_reference(op: Op, variant: Variant, case: Any, dtype: torch.dtype) -> None:
     assert op.make, f"{op.name} has cases but no @{op.name}.inputs"

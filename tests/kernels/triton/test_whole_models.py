@@ -58,7 +58,7 @@ def differ(found: list[Tensor], wanted: list[Tensor]) -> float:
     return max(float((got - want).abs().max() / want.abs().max()) for got, want in pairs)
 
 
-@pytest.mark.sampled(40)
+@pytest.mark.sampled(100)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_of_kernels_gives_the_logits_of_the_references(name: str, tmp_path: Path) -> None:
     config, checkpoint = read_model(name, tmp_path)

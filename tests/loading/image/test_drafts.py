@@ -188,6 +188,7 @@ def test_head_from_an_image_has_the_bits_of_the_head_that_was_kept(
             made.close()
 
 
+@pytest.mark.sampled(2, across="heavy")
 def test_places_of_drafts_are_as_many_as_memory_has_and_passes_have_rows(
     first: list[Any], nano_hybrid: Path, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

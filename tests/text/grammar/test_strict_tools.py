@@ -177,6 +177,7 @@ def test_control_tokens_around_text_and_calls_are_where_they_belong() -> None:
 RARE = WRITERS.keys() - {"dsml", "gemma4", "functionary"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in RARE)) for name in FORMATS]
 )

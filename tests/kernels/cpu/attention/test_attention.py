@@ -150,7 +150,7 @@ def marked(shape: Any) -> Any:
     return pytest.param(shape, marks=LATENT) if torch.int16 in shape else shape
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "shape", [*map(marked, SHAPES[:-1]), pytest.param(SHAPES[-1], marks=pytest.mark.slow)], ids=str
 )
@@ -272,6 +272,7 @@ def latent_in_pieces(
     return torch.cat(outs)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sizes", [*map(marked, LATENTS)], ids=str)
 def test_latents_in_any_chunks_give_the_same_bits(
     cpu: Any, alone: Any, sizes: tuple[int, int, int, torch.dtype]
