@@ -6,8 +6,8 @@ And the substitutes for parts of an engine that some of them need: steps that fa
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from plait.config import GIB
@@ -116,6 +116,14 @@ def cells(
     yield Cell(
         "all of it at once", keeps | chunks, waves, spared=1, swaps=True, drafts="known", is_quick=True
     )
+
+
+def fit_to_canvas(cells: Iterable[Cell], size: int) -> Iterator[Cell]:
+    """What is left of cells for canvases of so many tokens: nothing drafts, and a canvas is done before an
+    engine is dropped."""
+    for cell in cells:
+        if cell.proof not in ("drafted", "accepted"):
+            yield replace(cell, drafts=None, restarts=cell.restarts * size)
 
 
 def durable_cells(batch: int, block_size: int, *, has_slots: bool) -> Iterator[Cell]:

@@ -37,7 +37,8 @@ def sampler_waves(
 ) -> Iterator[list[VerifyRequest]]:
     """A request for each sampler, with the prompts in turn; then for each gang, with every prompt.
 
-    No gangs where a step has too few sequences for them, and nothing for a model that is not causal.
+    No gangs where a step has too few sequences for them, and nothing for a model that is not causal. One that
+    fills canvases has neither gangs nor mirostat.
     `is_small`: samplers that a device has, without those of the host alone, and gangs with one prompt.
     """
     if not front.spec.causal:
@@ -46,9 +47,10 @@ def sampler_waves(
     wave = [
         _request(front, name, prompts[n % len(prompts)], SAMPLED, {**fields, "seed": SEED + n}, max_tokens)
         for n, (name, fields) in enumerate(SAMPLERS.items())
+        if not (front.spec.canvas and "mirostat" in fields)
     ]
     yield [one for one in wave if not (is_small and one.request.params.needs_chain)]
-    if front.max_num_seqs >= MOST_TOGETHER:
+    if front.max_num_seqs >= MOST_TOGETHER and front.spec.canvas is None:
         yield [
             _request(front, f"{name}, prompt {n}", prompt, TOGETHER, fields, max_tokens)
             for n, prompt in enumerate(prompts[:1] if is_small else prompts, 1)

@@ -19,7 +19,7 @@ from msgspec import structs
 
 from plait.config import EngineConfig
 from plait.engine.device import free_memory
-from plait.engine.memory_plan import Sizing, size_state
+from plait.engine.memory_plan import Sizing, fit_canvas, size_state
 from plait.errors import ConfigError, EngineError
 from plait.loading.build import Loaded, describe_for_sizing, load
 from plait.loading.open_model import Opened
@@ -30,7 +30,7 @@ from plait.schedule.speculate import Proposer
 from plait.verify.cell_run import CellRun, Traced, Waves
 from plait.verify.drafters import DraftParts, describe_head, find_loaded_head, make_proposer
 from plait.verify.killed import run_killed
-from plait.verify.matrix import PLAIN, Cell, cells, durable_cells, second_load_cells
+from plait.verify.matrix import PLAIN, Cell, cells, durable_cells, fit_to_canvas, second_load_cells
 from plait.verify.prompts import (
     Prompt,
     VerifyRequest,
@@ -120,13 +120,13 @@ class Verification:
     @property
     def cells(self) -> list[Cell]:
         decoder = self.loaded.runner.decoder
-        size = self.loaded.config.block_size
+        size, canvas = self.loaded.config.block_size, decoder.spec.canvas
         plain = cells(
             self.batch,
             size,
             causal=decoder.spec.causal,
-            follows=self.loaded.runner.is_recorded and not has_slots(decoder.states),
-            ahead=self.loaded.target.graphs is not None,
+            follows=self.loaded.runner.is_recorded and not (has_slots(decoder.states) or canvas),
+            ahead=self.loaded.target.graphs is not None and not canvas,
             head=None if self._head is None else describe_head(self.loaded),
         )
         found = [*plain, *sampler_cells(self.batch, size, self.asked.values())]
@@ -135,6 +135,7 @@ class Verification:
             found += durable_cells(self.batch, size, has_slots=has_slots(decoder.states))
         if decoder.spec.causal and self.extent.model is not None:
             found += second_load_cells(self.batch, size, drafts=self.extent.draft is not None)
+        found = [*fit_to_canvas(found, canvas.size)] if canvas else found
         if (only := self.extent.only) is not None:
             return [cell for cell in found if only in (cell.name, cell.word)]
         return [cell for cell in found if cell.is_quick or not self.extent.is_quick]
@@ -231,6 +232,7 @@ class Verification:
         }
         gang, options = most_together(waves), plain | dict(cell.options)
         config = replace(self.loaded.config, **options | {"max_num_seqs": max(cell.batch, gang)})
+        config = fit_canvas(config, self.loaded.front.spec.canvas)
         facts = describe_for_sizing(self.loaded.runner.decoder, self.loaded.target)
         free = free_memory(self.loaded.target.device)
         sizing = size_state(facts, config, free_memory=free)
