@@ -8,6 +8,7 @@ import msgspec
 
 from plait.cluster.wire import ReplicaCard
 from plait.config import EngineConfig
+from plait.engine.memory_plan import fit_canvas
 from plait.frontend.frontend import TEMPLATES_OWN, Front, Parsers, has_recurrent_state
 from plait.frontend.loop import Loop
 from plait.frontend.reply_digest import measure_digest
@@ -31,7 +32,7 @@ def make_card(process: EngineProcess, config: EngineConfig) -> ReplicaCard:
         found.arithmetic,
         max_model_len,
         process.longest,
-        config.block_size,
+        fit_canvas(config, spec.canvas).block_size,
         not has_recurrent_state(spec),
         process.max_open,
         process.adapters,

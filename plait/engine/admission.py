@@ -129,18 +129,22 @@ class RequestLimits(Struct, frozen=True):
 def _check_canvas(request: Request) -> None:
     """Raises InvalidField for what needs tokens that come one after the other, or logits of the next one."""
     params = request.params
-    wants = {
-        "structured_outputs": request.grammar is not None,
-        "thinking_token_budget": request.thinking is not None,
-        "use_beam_search": params.use_beam_search,
-        "guidance_scale": params.is_guided,
-        "mirostat": bool(params.mirostat),
-        "prompt_logprobs": params.prompt_logprobs is not None,
-        "pooling": request.pooling is not None,
-    }
-    if wanted := next((name for name, is_there in wants.items() if is_there), None):
-        text = "this model fills the places of a canvas in any order, and cannot do this; leave it out"
-        raise InvalidField(f"{wanted}: {text}", wanted)
+    grammar = "follow a grammar (response_format, structured outputs, a tool that must be called)"
+    wants = (
+        (request.grammar is not None, "structured_outputs", grammar),
+        (request.thinking is not None, "thinking_token_budget", "end its thinking after so many tokens"),
+        (params.use_beam_search, "use_beam_search", "search with beams"),
+        (params.is_guided, "guidance_scale", "be guided by a negative prompt"),
+        (bool(params.mirostat), "mirostat", "hold a surprise from token to token"),
+        (bool(params.dry_multiplier), "dry_multiplier", "tell which token would repeat"),
+        (any(len(ids) > 1 for ids in params.bad_word_ids), "bad_words", "ban words of several tokens"),
+        (params.prompt_logprobs is not None, "prompt_logprobs", "score a text that is there (echo)"),
+        (request.pooling is not None, "pooling", "give embeddings or scores"),
+    )
+    for is_there, name, what in wants:
+        if is_there:
+            text = f"this model fills the places of a canvas in any order, and cannot {what}; leave it out"
+            raise InvalidField(f"{name}: {text}", name)
 
 
 class OpenRequest(Struct):

@@ -83,6 +83,11 @@ def write_canvases(c: Config, name: str, spec: ModelSpec, names: NameMap) -> tup
         raise UnsupportedModel(
             f"mask_token_id is {mask!r:.40}; expected is a token from 0 to {spec.vocab_size - 1}"
         )
+    ends = c.get("eos_token_id")
+    if mask in (ends if isinstance(ends, list) else [ends]):
+        raise UnsupportedModel(
+            f"mask_token_id {mask} is an end of texts, too (eos_token_id), which none would have"
+        )
 
     def turn(branch: BranchSpec) -> BranchSpec:
         match branch.mixer:

@@ -101,10 +101,10 @@ def list_steps(
     tokens = min(config.max_num_seqs * most, max(config.max_num_batched_tokens, config.max_num_seqs))
     checks, decodes = (replace(config, max_num_batched_tokens=n) for n in (tokens, config.max_num_seqs))
     where = max_model_len, device, dtype
-    largest = largest_steps(decoder, config, *where)
+    largest = largest_steps(decoder, config, *where, num_logits=canvas.size if canvas else 1)
     graphs = [  # decodes may run other variants than checks
         *largest_steps(decoder, decodes, *where),
-        *largest_steps(decoder, checks, *where, num_logits=most),
+        *largest_steps(decoder, checks, *where, num_logits=canvas.size if canvas else most),
     ]
     runs = [*largest, *small_prompts(decoder, config, *where)]
     return runs, graphs if decoder.spec.causal else []  # else no step is captured

@@ -165,11 +165,21 @@ def open_model(model: str, config: EngineConfig, *, probed: bool = True, drafts:
             f"{files.name} is {spec.title}: {DRAFTER}; `plait serve MODEL --speculate {model}` uses it"
         )
     if isinstance(spec, ModelSpec):
-        opened = replace(opened, config=fit_canvas(config, spec.canvas))
+        opened = replace(opened, config=_fit_canvas(config, spec))
     if not probed or not opened.resolved.is_detected:
         return opened
     findings = read_findings(files, opened.checkpoint, config.cache_dir)
     return replace(opened, resolved=with_findings(opened, findings)) if findings else opened
+
+
+def _fit_canvas(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
+    """See `fit_canvas`. What it changes is logged."""
+    fitted = fit_canvas(config, spec.canvas)
+    for name in ("block_size", "max_num_batched_tokens"):
+        given, used = getattr(config, name), getattr(fitted, name)
+        if given != used:
+            log.info("%s: %d instead of %d, which canvases need", name, used, given)
+    return fitted
 
 
 def with_values(

@@ -9,7 +9,8 @@ from importlib import import_module
 # Where specs are, the common ones first. The others are imported once a model has one: making their classes
 # would take a tenth of a run of one token.
 _MODULES = tuple(
-    f"plait.spec.{name}" for name in ("model", "recurrent", "attention", "branches", "sparse", "moe")
+    f"plait.spec.{name}"
+    for name in ("model", "recurrent", "attention", "branches", "sparse", "moe", "canvas")
 )
 
 

@@ -30,6 +30,7 @@ SAMPLERS: Mapping[str, Mapping[str, object]] = {
     "biases and bans": {"logit_bias": {1: 4.0, 2: -100.0}, "bad_word_ids": ((1, 1),)},
     "allowed tokens": {"allowed_token_ids": (0, 1, 2, 3, 4)},
 }
+IN_ORDER = {"mirostat", "dry_multiplier", "bad_word_ids"}  # which need tokens one after the other
 
 
 def sampler_waves(
@@ -38,7 +39,7 @@ def sampler_waves(
     """A request for each sampler, with the prompts in turn; then for each gang, with every prompt.
 
     No gangs where a step has too few sequences for them, and nothing for a model that is not causal. One that
-    fills canvases has neither gangs nor mirostat.
+    fills canvases has neither gangs nor what needs tokens in order.
     `is_small`: samplers that a device has, without those of the host alone, and gangs with one prompt.
     """
     if not front.spec.causal:
@@ -47,7 +48,7 @@ def sampler_waves(
     wave = [
         _request(front, name, prompts[n % len(prompts)], SAMPLED, {**fields, "seed": SEED + n}, max_tokens)
         for n, (name, fields) in enumerate(SAMPLERS.items())
-        if not (front.spec.canvas and "mirostat" in fields)
+        if not (front.spec.canvas and IN_ORDER & fields.keys())
     ]
     yield [one for one in wave if not (is_small and one.request.params.needs_chain)]
     if front.max_num_seqs >= MOST_TOGETHER and front.spec.canvas is None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from plait.errors import ConfigError, InvalidField, UnsupportedModel
 from plait.llm.llm import LLM
 from plait.request import SamplingParams
 from plait.spec.canvas import CanvasSpec
+from plait.spec.values import decode_spec_value, encode_spec_value
 from tests.families import canvases
 from tests.families.canvases import MASK, NAMES, SIZES, Oracle
 from tests.families.parity import Memory, Session, decoder, resolved, worst
@@ -31,6 +34,7 @@ def test_logits_are_those_of_transformers_under_a_mask_of_blocks(name: str, tmp_
     memory, size = Memory(tensors), SIZES[name]
     found = resolved(memory, config)
     assert (found.spec.family, found.spec.canvas) == (name, CanvasSpec(size, MASK))
+    assert decode_spec_value(encode_spec_value(found.spec)) == found.spec  # as other processes get it
     model, oracle = decoder(found, memory), Oracle(tmp_path, size)
     ids = [torch.arange(count) * 7 % MASK for count in (23, 17)]
     wanted = [oracle.logits(one) for one in ids]
@@ -124,6 +128,8 @@ def test_no_token_is_written_where_none_is_requested(model: LLM) -> None:
         ("prompt_logprobs", {"prompt_logprobs": 0}),
         ("use_beam_search", {"use_beam_search": True, "beam_width": 2}),
         ("mirostat", {"mirostat": 2, "temperature": 1.0}),
+        ("dry_multiplier", {"dry_multiplier": 0.8}),
+        ("bad_words", {"bad_word_ids": ((4, 4),)}),
     ],
 )
 def test_what_canvases_cannot_do_is_refused_by_name(
@@ -131,6 +137,18 @@ def test_what_canvases_cannot_do_is_refused_by_name(
 ) -> None:
     with pytest.raises(InvalidField, match=rf"^{field}: this model fills the places of a canvas"):
         model.generate(PROMPTS[:1], greedy(**params))
+
+
+def test_a_startup_image_writes_the_same(folder: Path, kernel_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "kernels").symlink_to(kernel_folder)
+    wanted = Oracle(folder, SIZES["sdar"]).fill(PROMPTS[0], 9, 0.95)[0]
+    command = [sys.executable, "-m", "plait", "generate", "-m", str(folder / "model"), "--ids", "3,4,5"]
+    command += ["--max-tokens", "9", "--temperature", "0", "--dtype", "float32", "--max-model-len", "96"]
+    command += ["--device", "cpu", "--cache-dir", str(tmp_path)]
+    for _ in range(2):  # the first run keeps an image, the second begins with it
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=250)
+        assert ran.stdout.split() == [str(token) for token in wanted], ran.stderr
+    assert [*(tmp_path / "images").glob("*.image")]
 
 
 def test_options_that_contradict_canvases_are_refused(folder: Path) -> None:
@@ -148,6 +166,7 @@ def test_options_that_contradict_canvases_are_refused(folder: Path) -> None:
         ({"block_size": 512}, "block_size is 512"),
         ({"mask_token_id": 97}, "mask_token_id is 97; expected is a token from 0 to 96"),
         ({"mask_token_id": None}, "mask_token_id is None"),
+        ({"eos_token_id": [1, 96]}, "mask_token_id 96 is an end of texts"),
         ({"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0}, "sliding_window"),
     ],
 )

@@ -54,11 +54,15 @@ class PlaitSide:
     ) -> None:
         import plait
         from plait import LLM
+        from plait.errors import ConfigError
 
         given = choose_image({"max_model_len": max_model_len, "max_num_seqs": max_num_seqs, **options})
         if threads:
             given["threads"] = threads
         self.llm = LLM(model, **given)
+        if self.llm.front.spec.canvas is not None:
+            self.llm.close()
+            raise ConfigError(f"{model} writes no single tokens to be timed; use `plait bench serve`")
         self._loaded = cast(Any, self.llm._loaded)
         self.facts: dict[str, object] = {
             "engine": "plait",
