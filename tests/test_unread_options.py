@@ -49,9 +49,18 @@ def test_an_option_without_effect_is_named_with_the_reason(
     options: dict[str, Any], states: list[State], is_on_gpu: bool, lines: list[str]
 ) -> None:
     named = {str(i): state for i, state in enumerate(states)}
-    found = list_unread(EngineConfig(**options), named, causal=True, is_on_gpu=is_on_gpu)
+    config = EngineConfig(**options)
+    found = list_unread(config, named, causal=True, is_on_gpu=is_on_gpu, has_canvas=False)
     assert len(found) == len(lines)
     assert all(line.startswith(start) for line, start in zip(found, lines, strict=True)), found
+
+
+def test_a_threshold_of_canvases_is_read_by_models_that_fill_them() -> None:
+    config = EngineConfig(canvas_threshold=0.5)
+    how: dict[str, bool] = dict(causal=True, is_on_gpu=False)
+    assert list_unread(config, {"a": KEYS}, **how, has_canvas=True) == []
+    (line,) = list_unread(config, {"a": KEYS}, **how, has_canvas=False)
+    assert line == "canvas_threshold: without effect: this model writes one token after the other"
 
 
 def test_what_is_for_replies_is_named_for_a_model_without_them() -> None:

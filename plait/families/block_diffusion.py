@@ -20,10 +20,9 @@ from plait.spec.model import AttentionSpec, BranchSpec, MlpSpec, ModelSpec, MoeS
 
 LONGEST = 256  # tokens of a canvas
 SDAR = {"head_dim": 128, "block_size": 4, "mask_token_id": 151_669}
-HONOURS = ("block_size", "mask_token_id")
 
 
-@family("SDARForCausalLM", model_types=("sdar",), defaults={**QWEN, **SDAR}, honours=HONOURS)
+@family("SDARForCausalLM", model_types=("sdar",), defaults={**QWEN, **SDAR})
 def sdar(c: Config) -> tuple[ModelSpec, NameMap]:
     """SDAR (Cheng et al. 2025): Qwen3, with canvases of 4 tokens unless the config says otherwise."""
     c.pop("is_causal", None)
@@ -41,7 +40,6 @@ def sdar(c: Config) -> tuple[ModelSpec, NameMap]:
         "num_experts_per_tok": 8,
         "use_sliding_window": False,
     },
-    honours=HONOURS,
 )
 def sdar_moe(c: Config) -> tuple[ModelSpec, NameMap]:
     """SDAR 30B-A3B: the same of Qwen3-MoE."""
@@ -64,7 +62,7 @@ def sdar_moe(c: Config) -> tuple[ModelSpec, NameMap]:
         "block_size": 32,
         "mask_token_id": 156_895,
     },
-    honours=(*HONOURS, "use_qk_norm"),
+    honours=("use_qk_norm",),
 )
 def llada_2(c: Config) -> tuple[ModelSpec, NameMap]:
     """LLaDA 2 (Bie et al. 2025): Ling 2, with canvases of 32 tokens."""
