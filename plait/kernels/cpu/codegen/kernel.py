@@ -5,14 +5,8 @@ words that `Executor.launch` wrote: the numbers and addresses of one use. `frame
 changes from step to step (`frame.py`). All threads run a kernel together, each doing its share; it may meet
 the others at `barrier(frame, threads)`.
 
-Numba would make each function that a kernel calls ready to be called by itself: optimise it three times, and
-assemble it. Nothing calls it but kernels, which have it inside and are optimised whole:
-
-    inline:  Python -> types -> LLVM --.
-    inline:  Python -> types -> LLVM --+-- linked --> optimised --> machine code
-    kernel:  Python -> types -> LLVM --'
-
-What is replaced of Numba for this has no public name. Where Numba lacks it, it compiles as it always does.
+Of Numba's steps those are left out that no kernel needs. Its optimisation of each function that kernels call
+stays, though they are optimised whole as well: without it a decode of the nano hybrid took a third longer.
 """
 
 from __future__ import annotations
@@ -27,12 +21,10 @@ from contextlib import contextmanager
 from functools import cached_property
 from hashlib import sha256
 from types import CodeType, ModuleType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
-from llvmlite.binding import ModuleRef
 from numba import njit, types
 from numba.core.ccallback import CFunc
-from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler, DefaultPassBuilder
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
@@ -52,35 +44,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 _made: dict[int, Kernel] = {}  # by address
 UNUSED = frozenset({"NopythonRewrites", "InlineOverloads"})  # steps for arrays, which kernels have none of
 FOR_CLOSURES = "InlineClosureLikes"
-REPLACED = ("_optimize_functions", "_optimize_final_module", "_finalize_final_module")
-IS_KNOWN = all(callable(getattr(JITCodeLibrary, name, None)) for name in REPLACED)
 LOOK_UP = "get_call_type"
 _signatures: dict[tuple[int, tuple[types.Type, ...]], tuple[types.BaseFunction, object]] = {}
 
 
-class KernelLibrary(JITCodeLibrary):
-    """LLVM code of a kernel. It is optimised once all that it calls is linked to it."""
-
-    def _optimize_functions(self, ll_module: ModuleRef) -> None:
-        """Nothing yet: what is done to the whole kernel begins with the same."""
-        ll_module.data_layout = self._codegen._data_layout
-
-
-class InlineLibrary(KernelLibrary):
-    """LLVM code of a function that only kernels call: they link it as it was written."""
-
-    def _optimize_final_module(self) -> None:
-        pass
-
-    def _finalize_final_module(self) -> None:
-        """Let others link it. There is no machine code."""
-        self._finalized = True
-
-
 class KernelCompiler(Compiler):
     """Numba's steps from a kernel's function to its machine code, without those that no kernel needs."""
-
-    library: ClassVar[Callable[..., JITCodeLibrary]] = KernelLibrary
 
     def define_pipelines(self) -> list[object]:
         """What Numba takes these steps from."""
@@ -88,22 +57,7 @@ class KernelCompiler(Compiler):
         steps = DefaultPassBuilder.define_nopython_pipeline(state)
         unused = UNUSED if _has_closures(state.func_id.code) else UNUSED | {FOR_CLOSURES}
         steps.passes = [step for step in steps.passes if step[0].__name__ not in unused]
-        if IS_KNOWN:
-            state.library = self.library(state.targetctx.codegen(), state.func_id.func_qualname)
-            state.library.enable_object_caching()
         return [steps]
-
-
-class InlineCompiler(KernelCompiler):
-    """The same for a function that only kernels call."""
-
-    library = InlineLibrary
-
-    def define_pipelines(self) -> list[object]:
-        if IS_KNOWN:
-            # What Numba calls from Python, and knows the function by: any built-in function does for that.
-            self.state.targetctx.get_executable = lambda *_: [].append
-        return super().define_pipelines()
 
 
 def _has_closures(code: CodeType) -> bool:
@@ -146,7 +100,7 @@ def inline(function: F) -> F:
     Python itself cannot call it: the code that unboxes arguments would take as long to make as the function.
     """
     options = {"error_model": "numpy", "boundscheck": False, "cache": False, **BARE}
-    made: F = njit(pipeline_class=InlineCompiler, **options)(function)
+    made: F = njit(pipeline_class=KernelCompiler, **options)(function)
     return made
 
 

@@ -1,4 +1,4 @@
-"""How kernels are compiled: without steps of Numba that serve none of them, and in full where it differs."""
+"""How kernels are compiled: without steps of Numba that serve none of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 from numba import types
 from numba.core.compiler import DefaultPassBuilder
 from numba.core.errors import TypingError
-from numba.core.registry import cpu_target
 
 from plait.kernels.cpu.codegen import kernel as compiling
 from plait.kernels.cpu.codegen import target
@@ -58,26 +57,6 @@ def count_look_ups(monkeypatch: pytest.MonkeyPatch, build: Callable[[], Kernel])
         patched.setattr(types.BaseFunction, "get_call_type", counted)
         assert run(build(), 5) == 16
     return len(seen)
-
-
-def test_helper_of_a_kernel_is_linked_into_it_without_machine_code_of_its_own() -> None:
-    assert compiling.IS_KNOWN  # of the Numba that tests run with
-    made, helper = entry_with_helper()
-    assert run(made, 5) == 16
-    (compiled,) = helper.overloads.values()
-    engine = cpu_target.target_context.codegen()._engine
-    assert isinstance(compiled.library, compiling.InlineLibrary)
-    assert not engine.is_symbol_defined(compiled.fndesc.llvm_func_name)
-    assert engine.is_symbol_defined(made.symbol)
-
-
-def test_kernel_compiles_in_full_where_numba_lacks_what_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "IS_KNOWN", False)
-    made, helper = entry_with_helper()
-    assert run(made, 5) == 16
-    (compiled,) = helper.overloads.values()
-    assert not isinstance(compiled.library, compiling.KernelLibrary)
-    assert cpu_target.target_context.codegen()._engine.is_symbol_defined(compiled.fndesc.llvm_func_name)
 
 
 def test_steps_that_are_left_out_are_steps_of_this_numba(monkeypatch: pytest.MonkeyPatch) -> None:
