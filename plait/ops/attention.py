@@ -57,6 +57,11 @@ CASES += [
     dict(seqs=[*SEQS, 300], heads=6, kv_heads=2, dim=16, window=None, softcap=None, canvas=4),
     dict(seqs=[530, 3], heads=4, kv_heads=2, dim=24, window=None, softcap=None, canvas=32, kv_dtype="int8"),
     Case(seqs=[*SEQS, 530], heads=8, kv_heads=2, dim=32, window=None, softcap=None, canvas=32) | ROUNDED,
+    dict(seqs=[*SEQS, 300], heads=6, kv_heads=2, dim=16, window=None, softcap=20.0, open_canvas=7),
+    dict(
+        seqs=[530, 3], heads=4, kv_heads=2, dim=24, window=70, softcap=None, open_canvas=32, kv_dtype="int8"
+    ),
+    Case(seqs=[*SEQS, 600], heads=8, kv_heads=1, dim=40, window=9, softcap=None, open_canvas=24) | ROUNDED,
 ]
 BLOCK = 16  # of the test cases
 MOST_SCORES = 1 << 26  # that a reference has in memory at a time, of long prompts
@@ -83,7 +88,11 @@ def read_paged(cache: Tensor, table: Tensor, start: int, stop: int, form: Form =
 
 
 def visible(
-    query: Tensor, seqs: tuple[Tensor, Tensor], window: int | None, per_key: int = 0
+    query: Tensor,
+    seqs: tuple[Tensor, Tensor],
+    window: int | None,
+    per_key: int = 0,
+    canvas_start: Tensor | None = None,
 ) -> Iterator[tuple[int, slice, int, int]]:
     """Per sequence: (its number, its rows of the batch, the first key any of them sees, the end of keys).
 
@@ -91,13 +100,14 @@ def visible(
     sequence ended with it, of `MOST_SCORES` scores at most, or of one row.
     """
     starts, lens = seqs[0].tolist(), seqs[1].tolist()
+    opened = lens if canvas_start is None else canvas_start.tolist()
     for s, whole in enumerate(lens):
         first, stop = starts[s], starts[s + 1]
         most = max(1, MOST_SCORES // (per_key * max(whole, 1)) if per_key else stop - first)
         for at in range(first, stop, most) or (first,):
             rows = slice(at, min(at + most, stop))
             end = whole - (stop - rows.stop)
-            past = end - (rows.stop - rows.start)
+            past = min(end - (rows.stop - rows.start), opened[s])
             yield s, rows, 0 if window is None else max(0, past - window + 1), end
 
 
@@ -109,13 +119,19 @@ def causal_mask(
     device: torch.device,
     chunk: int | None = None,
     canvas: int | None = None,
+    canvas_start: int | None = None,
 ) -> Tensor:
     """[queries, keys] bool: the last `num_queries` positions of start..end see keys up to themselves, or to
     the end of their canvas.
 
-    A window ends with its query, or with the query's chunk.
+    A window ends with its query, with the query's chunk, or from `canvas_start` on with that position.
     """
     behind = -positions_ahead(num_queries, start, end, device)
+    if canvas_start is not None:
+        queries = torch.arange(end - num_queries, end, device=device)[:, None]
+        seen = (behind >= 0) | (queries >= canvas_start)
+        ahead = (queries - canvas_start).clamp(min=0)
+        return seen if window is None else seen & (behind - ahead < window)
     if canvas is not None:
         return behind + canvas > torch.arange(end - num_queries, end, device=device)[:, None] % canvas
     if window is None:
@@ -151,6 +167,7 @@ def paged_attention(
     slopes: Tensor | None = None,
     chunk: int | None = None,
     canvas: int | None = None,
+    canvas_start: Tensor | None = None,
 ) -> Tensor:
     """Store the new keys and values; then causal softmax attention over all each sequence has in memory.
 
@@ -165,14 +182,16 @@ def paged_attention(
     every position that the key lies behind (ALiBi; Press et al. 2021). `chunk`: a window ends with the chunk
     of so many positions in which its query is (Llama 4, Rnj-1). `canvas`: a query sees all of the so many
     positions among which it is, those behind it, too, as far as the sequence goes (SDAR; Cheng et al. 2025);
-    there is no window then. The variant that writes a cache decides how it lies in memory.
+    there is no window then. `canvas_start`: [S] int64, from which position on queries of a sequence see all
+    of it, and have windows that end with this position; its length where there are none (DiffusionGemma).
+    There are neither chunks nor `canvas` then. The variant that writes a cache decides how it lies in memory.
     """
     k_form, v_form = head_forms(q.shape[-1], k_cache.dtype)
     if k is not None and v is not None:
         write_paged(k_cache, k, slot_mapping, k_form)
         write_paged(v_cache, v, slot_mapping, v_form)
     out = torch.empty_like(q)
-    for s, rows, start, end in visible(q, (query_start, seq_lens), window):
+    for s, rows, start, end in visible(q, (query_start, seq_lens), window, 0, canvas_start):
         keys = read_paged(k_cache, block_table[s], start, end, k_form).float()
         values = read_paged(v_cache, block_table[s], start, end, v_form).float()
         grouped = q[rows].float().unflatten(1, (keys.shape[1], -1))  # [n, kv, g, d]
@@ -182,7 +201,8 @@ def paged_attention(
             scores = scores + slopes.float().view(*scores.shape[:2], 1, 1) * ahead
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        mask = causal_mask(rows.stop - rows.start, start, end, window, q.device, chunk, canvas)
+        opened = None if canvas_start is None else int(canvas_start[s])
+        mask = causal_mask(rows.stop - rows.start, start, end, window, q.device, chunk, canvas, opened)
         own = sinks[rows] if sinks is not None and sinks.dim() == 2 else sinks
         probs = share_softmax(scores.masked_fill(~mask, -math.inf), own)
         out[rows] = torch.einsum("kgnt,tkd->nkgd", probs, values).flatten(1, 2).to(q.dtype)
@@ -215,6 +235,8 @@ def _paged_attention_inputs(case: Case, dtype: torch.dtype, device: str) -> Argu
     slopes = torch.rand(case["heads"], device=device) if case.get("alibi") else None
     how = (case["dim"] ** -0.5, case["window"], case["softcap"], sinks)
     more = {"slopes": slopes, "chunk": case.get("chunk"), "canvas": case.get("canvas")}
+    if size := case.get("open_canvas"):  # not where a sequence is no longer than that
+        more["canvas_start"] = torch.where(where[3] > size, where[3] - size, where[3])
     return (q, k, v, *caches, *where, *how), more
 
 

@@ -34,6 +34,7 @@ class Sizes(TypedDict, total=False):
     longest: int  # tokens of an n-gram
     n_in: int
     n_out: int
+    open_canvas: int  # tokens at a sequence's end that see each other
     out: int
     outs: tuple[int, ...]
     pairs: int  # that rotate

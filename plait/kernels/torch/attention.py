@@ -43,6 +43,7 @@ def sdpa(
     slopes: None = None,
     chunk: int | None = None,
     canvas: int | None = None,
+    canvas_start: Tensor | None = None,
 ) -> Tensor:
     """`paged_attention` without softcap and slopes: the same arguments and result; `step` is not needed."""
     caches = tuple(zip((k_cache, v_cache), head_forms(q.shape[-1], k_cache.dtype), strict=True))
@@ -50,12 +51,13 @@ def sdpa(
         if new is not None:
             write_paged(cache, new, slot_mapping, form)
     out = torch.empty_like(q)
-    for s, rows, start, end in visible(q, (query_start, seq_lens), window):
+    for s, rows, start, end in visible(q, (query_start, seq_lens), window, 0, canvas_start):
         keys, values = (read_paged(c, block_table[s], start, end, form).to(q.dtype) for c, form in caches)
         n = rows.stop - rows.start
         mask = None
-        if n > 1 or chunk or canvas:
-            mask = causal_mask(n, start, end, window, q.device, chunk, canvas)
+        opened = None if canvas_start is None else int(canvas_start[s])
+        if n > 1 or chunk or canvas or opened is not None:
+            mask = causal_mask(n, start, end, window, q.device, chunk, canvas, opened)
         if sinks is not None:
             # A sink is the score of a key of zeros with the value zero: one more column of the mask.
             keys, values = (F.pad(t, (0, 0, 0, 0, 0, 1)) for t in (keys, values))

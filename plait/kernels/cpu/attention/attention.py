@@ -196,6 +196,7 @@ def attend(
     slopes: Tensor | None = None,
     chunk: int | None = None,
     canvas: int | None = None,
+    canvas_start: Tensor | None = None,
 ) -> Tensor:
     """See `ops.attention.paged_attention`. `chosen`: another kernel than the usual one of these caches.
 
@@ -226,7 +227,7 @@ def attend(
         chosen.kernel, q, *rows.strides, out, k_cache, v_cache, block_table,
         block_table.stride(0) * 8, query_start, seq_lens, rows.heads, kv_heads, d, d, size, window or 0,
         float(scale), float(softcap or 0), apart, sinks, chosen.few.kernel.address if chosen.few else 0,
-        slopes, sink_row, chunk or 0, canvas or 0,
+        slopes, sink_row, chunk or 0, canvas or 0, canvas_start,
         rows=rows.count, seqs=seq_lens.shape[0], scratch=chosen.scratch(d, d), shared=apart,
     )  # fmt: skip
     if kept in MIXED_VALUES:

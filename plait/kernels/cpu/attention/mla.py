@@ -255,7 +255,7 @@ def _paged_latent_attention(
     cpu.launch(
         attend_of(cache.dtype), q, *rows.strides, out, cache, cache, block_table, block_table.stride(0) * 8,
         query_start, seq_lens, rows.heads, 1, width, kv_rank, size, window or 0, float(scale), 0.0, apart,
-        sinks, 0, 0, 0, 0, 0,
+        sinks, 0, 0, 0, 0, 0, 0,
         rows=rows.count, seqs=seq_lens.shape[0], shared=apart,
         scratch=form_of(cache.dtype).scratch(width, kv_rank) + copies,
     )  # fmt: skip

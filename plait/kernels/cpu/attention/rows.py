@@ -66,7 +66,7 @@ HIDDEN = np.float32(-np.inf)
 # Words of a launch: addresses, strides in bytes, sizes.
 Q, Q_ROW, Q_HEAD, OUT, KEYS, VALUES, TABLE, TABLE_ROW, START, LENS = range(2, 12)
 HEADS, KV_HEADS, K_DIM, V_DIM, BLOCK, WINDOW, SCALE, CAP, BUDGET, SINKS, FEW, SLOPES = range(12, 24)
-SINK_ROW, CHUNK, CANVAS = 24, 25, 26
+SINK_ROW, CHUNK, CANVAS, CANVAS_START = 24, 25, 26, 27
 
 
 @inline
@@ -78,25 +78,32 @@ def size_of(count: Int) -> Int:
 
 
 @inline
-def first_key(args: Int, position: Int) -> Int:
-    """The first position that a query at `position` sees; window 0: all of them.
+def open_at(args: Int, s: Int) -> Int:
+    """From where on queries of sequence s see all of it; its length: nowhere."""
+    at = word(args, CANVAS_START)
+    return get_i64((at if at != 0 else word(args, LENS)) + 8 * s)
 
-    A window ends with the query, or with its chunk.
+
+@inline
+def first_key(args: Int, s: Int, position: Int) -> Int:
+    """The first position that a query of sequence s at `position` sees; window 0: all of them.
+
+    A window ends with the query, with its chunk, or with where its canvas begins.
     """
     window, chunk = word(args, WINDOW), word(args, CHUNK)
     if window <= 0:
         return np.int64(0)
-    last = position - position % chunk + chunk - 1 if chunk > 0 else position
+    last = position - position % chunk + chunk - 1 if chunk > 0 else min(position, open_at(args, s))
     return max(last - window + 1, 0)
 
 
 @inline
 def last_key(args: Int, s: Int, position: Int) -> Int:
     """The last position that a query of sequence s at `position` sees: its own, or its canvas's last one."""
-    canvas = word(args, CANVAS)
-    if canvas <= 0:
-        return position
-    return min(position - position % canvas + canvas, get_i64(word(args, LENS) + 8 * s)) - 1
+    canvas, length = word(args, CANVAS), get_i64(word(args, LENS) + 8 * s)
+    if canvas > 0:
+        return min(position - position % canvas + canvas, length) - 1
+    return length - 1 if position >= open_at(args, s) else position
 
 
 @inline
@@ -165,16 +172,14 @@ def locate(
 
 
 @inline
-def soften(
-    args: Int, scores: Int, first: Int, end: Int, span: Int, position: Int, last: Int, part: Int
-) -> None:
+def soften(args: Int, scores: Int, first: Int, end: Int, span: Int, low: Int, last: Int, part: Int) -> None:
     """Products of one row with the groups first..end of a split become exp(score - largest), in place.
 
-    last: the last position that it sees.
+    low, last: the first and the last position that it sees.
     """
     scale, cap = spread(get_f32(args + 8 * SCALE)), spread(get_f32(args + 8 * CAP))
     capped, hidden = get_f32(args + 8 * CAP) > np.float32(0.0), spread(HIDDEN)
-    low, top = first_key(args, position), spread(LOWEST)
+    top = spread(LOWEST)
     for g in range(first, end):
         at, key = scores + 64 * g, span + 16 * g
         x = mul(load_f32(at), scale)
@@ -365,13 +370,13 @@ def hide(scores: Int, pair: Int, low: Int, high: Int) -> None:
 
 @inline
 def soften_pairs(
-    args: Int, scores: Int, first: Int, end: Int, span: Int, position: Int, last: Int, part: Int
+    args: Int, scores: Int, first: Int, end: Int, span: Int, low: Int, last: Int, part: Int
 ) -> None:
     """Products of one row with the groups first..end of a split become weights, in place, by pairs of groups.
 
     As bfloat16, number t at 2t; without the instruction as float32, at 4t.
     """
-    low, high = max(first_key(args, position) - span, 0), min(last + 1 - span, 16 * end)
+    low, high = max(low - span, 0), min(last + 1 - span, 16 * end)
     near, far = low // 32, (high + 31) // 32
     if high <= low:
         near, far = end, end

@@ -421,7 +421,7 @@ _UPCOMING = """
             elif then >= 0 and then // units < seqs:
                 other = then // units
                 start = past_of(args, other)
-                soon = upcoming(args, other, 0, first_key(args, start), start + 1, scratch, copies)"""
+                soon = upcoming(args, other, 0, first_key(args, other, start), start + 1, scratch, copies)"""
 
 _BODY = '''
 @inline
@@ -447,7 +447,7 @@ def ticket(args, each):
 
 @inline
 def first_span(args, s):
-    return first_key(args, past_of(args, s)) // {span}
+    return first_key(args, s, past_of(args, s)) // {span}
 
 
 @inline
@@ -506,7 +506,7 @@ def gather(frame, args, thread, threads, seqs, spans):
                 position = past + row // group
                 begin(args, s, kv_head, row, state, record)
                 last = last_key(args, s, position)
-                for span in range(first_key(args, position) // {span}, last // {span} + 1):
+                for span in range(first_key(args, s, position) // {span}, last // {span} + 1):
                     fold(state, part_of(frame, args, s, kv_head, row, spans, span), record)
                 finish(args, s, kv_head, row, state)
 
@@ -545,7 +545,7 @@ def attend(frame, args, thread, threads):
             unit, only = unit // own, first_span(args, s) + unit % own
         kv_head, base, past = unit % kv_heads, unit // kv_heads * rows, past_of(args, s)
         count = min(rows, rows_in(args, s) * group - base)
-        low = first_key(args, past + base // group)
+        low = first_key(args, s, past + base // group)
         high = last_key(args, s, past + (base + count - 1) // group) + 1
         from_span, to_span = low // {span}, (high + {span} - 1) // {span}
         if spans > 0:
@@ -569,7 +569,7 @@ def attend(frame, args, thread, threads):
                 left = min(count - i, {rows})
                 earliest = past + (base + i) // group
                 latest = last_key(args, s, past + (base + i + left - 1) // group)
-                start, stop = max(first_key(args, earliest) - at, 0), min(latest + 1 - at, {span})
+                start, stop = max(first_key(args, s, earliest) - at, 0), min(latest + 1 - at, {span})
                 if start >= stop:
                     continue
                 head, tail, size = start // 16, (stop + 15) // 16, {size}
@@ -577,8 +577,8 @@ def attend(frame, args, thread, threads):
                 for r in range(left):
                     position = past + (base + i + r) // group
                     {lean}
-                    last = last_key(args, s, position)
-                    soften(args, scores + r * {line}, head, tail, at, position, last, parts + r * record)
+                    near, last = first_key(args, s, position), last_key(args, s, position)
+                    soften(args, scores + r * {line}, head, tail, at, near, last, parts + r * record)
                     {weigh}
                 tile_values(size, scores, start, stop, values, {values}, columns, parts, record, soon)
                 for r in range(left):

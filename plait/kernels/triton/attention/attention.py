@@ -152,23 +152,26 @@ def _join_parts(
 
 
 @triton.jit
-def _first_seen(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
-    """The first position in the window of a query, perhaps below 0; it ends with the query, or its chunk."""
+def _first_seen(position, opened, WINDOW: tl.constexpr, CHUNK: tl.constexpr, OPEN: tl.constexpr):
+    """The first position in the window of a query, perhaps below 0; it ends with the query, its chunk, or
+    the position `opened` from which on all is seen."""
     last = position // CHUNK * CHUNK + CHUNK - 1 if CHUNK else position
-    return last - WINDOW + 1
+    return (tl.minimum(last, opened) if OPEN else last) - WINDOW + 1
 
 
 @triton.jit
-def _last_seen(position, length, CANVAS: tl.constexpr):
-    """The last position that a query sees: its own, or the last of its canvas."""
-    return tl.minimum(position // CANVAS * CANVAS + CANVAS, length) - 1 if CANVAS else position
+def _last_seen(position, opened, length, CANVAS: tl.constexpr, OPEN: tl.constexpr):
+    """The last position that a query sees: its own, the last of its canvas, or from `opened` on of all."""
+    if CANVAS:
+        return tl.minimum(position // CANVAS * CANVAS + CANVAS, length) - 1
+    return tl.where(position >= opened, length - 1, position) if OPEN else position
 
 
 @triton.jit(do_not_specialize=["num_seqs", "capacity"])
 def count_items(
-    query_start, seq_lens, items, slots, starts, counters, num_seqs, capacity,
+    query_start, seq_lens, canvas_start, items, slots, starts, counters, num_seqs, capacity,
     S: tl.constexpr, G: tl.constexpr, KVH: tl.constexpr, BM: tl.constexpr, WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr, SPLIT: tl.constexpr, TILES: tl.constexpr,
+    CHUNK: tl.constexpr, OPEN: tl.constexpr, SPLIT: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """items [S + 1]: items in front of each sequence, for each kv head; slots [S]: partial results, or -1;
     starts [S + 1]: the first row of each sequence, and of those that are not there the end of all; counters
@@ -184,7 +187,8 @@ def count_items(
     count = after - start
     length = tl.load(seq_lens + s, mask=s < num_seqs, other=0).to(tl.int32)
     tiles = (count * G + BM - 1) // BM
-    first = tl.maximum(_first_seen(length - count, WINDOW, CHUNK), 0) // SPLIT if WINDOW else 0
+    opened = tl.load(canvas_start + s, mask=s < num_seqs, other=0).to(tl.int32) if OPEN else length
+    first = tl.maximum(_first_seen(length - count, opened, WINDOW, CHUNK, OPEN), 0) // SPLIT if WINDOW else 0
     splits = (length + SPLIT - 1) // SPLIT - first
     wanted = tl.where((splits > 1) & (tiles <= TILES), tiles * splits, 0)
     before = tl.cumsum(wanted, 0) - wanted
@@ -212,14 +216,14 @@ def _find_sequence(items, item, S: tl.constexpr, STEPS: tl.constexpr):
 
 @triton.jit
 def attend(
-    q, k_cache, v_cache, k_words, v_words, table, seq_lens, items, slots, starts, counters,
+    q, k_cache, v_cache, k_words, v_words, table, seq_lens, canvas_start, items, slots, starts, counters,
     out, part, part_sums, sinks, slopes, table_row, q_row, q_head, scale,
     S: tl.constexpr, STEPS: tl.constexpr, G: tl.constexpr, KVH: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, REST: tl.constexpr, RESTP: tl.constexpr, LATENT: tl.constexpr,
     KW: tl.constexpr, VW: tl.constexpr, GROUP: tl.constexpr, REST_AT: tl.constexpr,
     PAGE: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr, CANVAS: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    TOKEN_SINKS: tl.constexpr, ALIBI: tl.constexpr, STAGES: tl.constexpr,
+    CHUNK: tl.constexpr, CANVAS: tl.constexpr, OPEN: tl.constexpr, SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr, TOKEN_SINKS: tl.constexpr, ALIBI: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """q: [T, KVH * G, D + REST] -> out [T, KVH * G, D], or partial results of splits: see the module.
 
@@ -234,12 +238,13 @@ def attend(
         seq = _find_sequence(items, item, S, STEPS)
         own, slot = item - tl.load(items + seq), tl.load(slots + seq)
         first_row, length = tl.load(starts + seq), tl.load(seq_lens + seq).to(tl.int32)
+        opened = tl.load(canvas_start + seq).to(tl.int32) if OPEN else length
         count = tl.load(starts + seq + 1) - first_row
         tiles = (count * G + BM - 1) // BM
         tile, split = own % tiles, own // tiles
         begins = tl.zeros([], tl.int32)
         if WINDOW:
-            begins = tl.maximum(_first_seen(length - count, WINDOW, CHUNK), 0) // SPLIT
+            begins = tl.maximum(_first_seen(length - count, opened, WINDOW, CHUNK, OPEN), 0) // SPLIT
         first, last = begins, (length + SPLIT - 1) // SPLIT
         splits = last - begins
         if slot >= 0:
@@ -276,8 +281,8 @@ def attend(
         # The keys of a tile end with those its last row sees. They begin with those its first row sees: what
         # lies in front of a window may be no number, and a weight of 0 would not take it away.
         latest = length - count + (tl.minimum(tile * BM + BM, count * G) - 1) // G
-        end = tl.minimum(length, _last_seen(latest, length, CANVAS) + 1)
-        oldest = _first_seen(length - count + tile * BM // G, WINDOW, CHUNK)
+        end = tl.minimum(length, _last_seen(latest, opened, length, CANVAS, OPEN) + 1)
+        oldest = _first_seen(length - count + tile * BM // G, opened, WINDOW, CHUNK, OPEN)
         for s in range(first, last):
             start = (s + tl.zeros([], tl.int32)) * SPLIT
             stop = tl.minimum(start + SPLIT, end)
@@ -306,9 +311,11 @@ def attend(
                 if SOFTCAP > 0:
                     cap: tl.constexpr = SOFTCAP * 1.4426950408889634
                     scores = cap * tanh(scores / cap)
-                ok = seen[None, :] & (t[None, :] <= _last_seen(position, length, CANVAS)[:, None])
+                ok = seen[None, :] & (
+                    t[None, :] <= _last_seen(position, opened, length, CANVAS, OPEN)[:, None]
+                )
                 if WINDOW:
-                    ok &= t[None, :] >= _first_seen(position, WINDOW, CHUNK)[:, None]
+                    ok &= t[None, :] >= _first_seen(position, opened, WINDOW, CHUNK, OPEN)[:, None]
                 scores = tl.where(ok, scores, -float("inf"))
                 new = tl.maximum(top, tl.max(scores, 1))
                 base = tl.where(new == -float("inf"), 0.0, new)
@@ -382,6 +389,7 @@ def list_work(
     window: int,
     capacity: int,
     chunk: int = 0,
+    canvas_start: Tensor | None = None,
 ) -> AttentionWork:
     """Launch `count_items`. Nothing waits for the device."""
     size, heads, rows = (constants[name] for name in ("S", "KVH", "BM"))
@@ -394,8 +402,9 @@ def list_work(
     )  # fmt: skip
     few = {name: constants[name] for name in ("S", "G", "KVH", "BM")}
     launch(
-        count_items, (1,), query_start, seq_lens, work.items, work.slots, work.starts, work.counters,
-        len(seq_lens), capacity, WINDOW=window, CHUNK=chunk, SPLIT=SPLIT, TILES=most_tiles, **few,
+        count_items, (1,), query_start, seq_lens, seq_lens if canvas_start is None else canvas_start,
+        work.items, work.slots, work.starts, work.counters, len(seq_lens), capacity, WINDOW=window,
+        CHUNK=chunk, OPEN=canvas_start is not None, SPLIT=SPLIT, TILES=most_tiles, **few,
     )  # fmt: skip
     return work
 
@@ -411,6 +420,7 @@ def _attend_over(
     slopes: Tensor | None = None,
     chunk: int | None = None,
     canvas: int | None = None,
+    canvas_start: Tensor | None = None,
 ) -> Tensor:
     """q: [T, heads, dim + rest], caches of keys and values, where: (block_table, query_start, seq_lens)
     -> [T, heads, dim]. `step`: where the work list of the step is, or is left."""
@@ -427,14 +437,17 @@ def _attend_over(
     step = {} if step is None else step
     work = step.get(key)
     if work is None:
-        work = step[key] = list_work(query_start, seq_lens, shared, window or 0, capacity, chunk or 0)
+        more = (chunk or 0, canvas_start)
+        work = step[key] = list_work(query_start, seq_lens, shared, window or 0, capacity, *more)
     launch(
         attend, (count_programs(q.device),),
-        q, k_cache, v_cache, *map(_as_words, caches), table, seq_lens, work.items, work.slots, work.starts,
+        q, k_cache, v_cache, *map(_as_words, caches), table, seq_lens,
+        seq_lens if canvas_start is None else canvas_start, work.items, work.slots, work.starts,
         work.counters, out, work.part, work.sums, work.sums if sinks is None else sinks,
         work.sums if slopes is None else slopes, table.stride(0), q.stride(0), q.stride(1), scale * LOG2E,
         **shared,
-        CHUNK=chunk or 0, CANVAS=canvas or 0, TOKEN_SINKS=sinks is not None and sinks.dim() == 2,
+        CHUNK=chunk or 0, CANVAS=canvas or 0, OPEN=canvas_start is not None,
+        TOKEN_SINKS=sinks is not None and sinks.dim() == 2,
         **layout.attention(*caches, sinks is not None, slopes is not None, shared_limit(q.device)),
         **layout.options(k_cache.dtype, slopes is not None),
     )  # fmt: skip
@@ -490,6 +503,7 @@ def attend_paged(
     slopes: Tensor | None = None,
     chunk: int | None = None,
     canvas: int | None = None,
+    canvas_start: Tensor | None = None,
 ) -> Tensor:
     """`paged_attention`: the same arguments and result."""
     dim = q.shape[-1]
@@ -502,7 +516,8 @@ def attend_paged(
     elif codes:
         q = turn_back(q.contiguous(), codes.mixed)  # which divides by it
     where = block_table, query_start, seq_lens
-    return _attend_over(q, (k_cache, v_cache), where, layout, scale, step, sinks, slopes, chunk, canvas)
+    more = (sinks, slopes, chunk, canvas, canvas_start)
+    return _attend_over(q, (k_cache, v_cache), where, layout, scale, step, *more)
 
 
 def why_no_latents(facts: OpFacts) -> str | None:

@@ -15,7 +15,8 @@ from plait.ops.entry import key_codes, latent_codes, value_codes
 POINTERS = {
     "q": "bf16*", "k_cache": "bf16*", "v_cache": "bf16*", "k_words": "bf16*", "v_words": "bf16*",
     "table": "i64*",
-    "query_start": "i64*", "seq_lens": "i64*", "items": "i32*", "slots": "i32*", "starts": "i32*",
+    "query_start": "i64*", "seq_lens": "i64*", "canvas_start": "i64*",
+    "items": "i32*", "slots": "i32*", "starts": "i32*",
     "counters": "i32*", "out": "bf16*", "part": "fp32*", "part_sums": "fp32*", "sinks": "fp32*",
     "slopes": "fp32*",
     "q_row": "i32!", "q_head": "i32!", "table_row": "i32!", "scale": "fp32",
@@ -54,12 +55,17 @@ SHAPES = {  # heads, kv_heads, dim, rest, window, softcap, sinks, codes
     "gqa 32/8 d128 chunks int8": (32, 8, 128, 0, 1024, None, False, True),
     "gqa 32/8 d128 canvas": (32, 8, 128, 0, None, None, False, False),
     "gqa 32/8 d128 canvas int8": (32, 8, 128, 0, None, None, False, True),
+    "gqa 16/8 d256 window open canvas": (16, 8, 256, 0, 1024, None, False, False),
+    "gqa 16/2 d512 open canvas": (16, 2, 512, 0, None, None, False, False),
+    "gqa 16/8 d256 window open canvas int8": (16, 8, 256, 0, 1024, None, False, True),
+    "gqa 16/2 d512 open canvas int8": (16, 2, 512, 0, None, None, False, True),
     "mla 16 heads window": (16, 1, 512, 64, 512, None, False, False),
     "mla 16 heads window int8": (16, 1, 512, 64, 512, None, False, True),
 }
 TOKEN_SINKS = tuple(name for name in SHAPES if "token sinks" in name)
 CHUNKS = {"gqa 32/8 d128 chunks": 512, "gqa 32/8 d128 chunks int8": 512}
 CANVASES = {"gqa 32/8 d128 canvas": 4, "gqa 32/8 d128 canvas int8": 32}
+OPEN = tuple(name for name in SHAPES if "open canvas" in name)
 LEANING = ("gqa 32/32 d128 alibi", "gqa 32/32 d128 alibi int8")
 WIDE_SHAPES = (
     "gqa 32/8 d128",
@@ -72,6 +78,7 @@ WIDE_SHAPES = (
     *TOKEN_SINKS,
     *CHUNKS,
     *CANVASES,
+    *OPEN,
     "gqa 8/4 d256 window softcap",
     "gqa 8/2 d512",
     "gqa 8/4 d256 int8",
@@ -127,12 +134,13 @@ def forms() -> Iterator[KernelForm]:
         yield from _attend_forms(name, types, FLOAT16)
     constants = PagedLayout(32, 8, 128, 0, None, None, None).constants(64, ROWS)
     few = {key: constants[key] for key in ("S", "G", "KVH", "BM")}
-    for name, window, chunk in (
-        *(("count_items", 0, 0), ("count_items, window", 4096, 0)),
-        ("count_items, chunks", 1024, 512),
+    for name, window, chunk, is_open in (
+        *(("count_items", 0, 0, False), ("count_items, window", 4096, 0, False)),
+        ("count_items, chunks", 1024, 512, False),
+        *(("count_items, open canvas", 0, 0, True), ("count_items, window open canvas", 1024, 0, True)),
     ):
-        sizes = {**few, "WINDOW": window, "CHUNK": chunk, "SPLIT": SPLIT, "TILES": MOST_TILES}
-        yield KernelForm(name, count_items, POINTERS, sizes)
+        sizes = {**few, "WINDOW": window, "CHUNK": chunk, "OPEN": is_open}
+        yield KernelForm(name, count_items, POINTERS, {**sizes, "SPLIT": SPLIT, "TILES": MOST_TILES})
     turn = turn_form(512)
     yield from (turn, as_float32(turn), as_float16(turn))
 
@@ -152,7 +160,7 @@ def _attend_forms(name: str, types: Mapping[str, str], suffix: str = "") -> Iter
         constants = layout.constants(64, rows)
         constants |= layout.attention(caches[0], caches[1], sinks, name in LEANING)
         constants |= {"TOKEN_SINKS": name in TOKEN_SINKS, "CHUNK": CHUNKS.get(name, 0)}
-        constants |= {"CANVAS": CANVASES.get(name, 0)}
+        constants |= {"CANVAS": CANVASES.get(name, 0), "OPEN": name in OPEN}
         warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
         yield KernelForm(
             f"attend, {name}, {step}{suffix}", attend, types, constants, warps, stages, demands=demands,

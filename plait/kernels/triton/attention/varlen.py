@@ -69,7 +69,7 @@ def why_not_varlen(facts: OpFacts) -> str | None:
         return "prompts would have other last bits than decodes: deterministic was asked for"
     if facts.dtype not in (torch.bfloat16, torch.float16):
         return "its products are of 16-bit numbers"
-    if any(facts.sizes.get(name) for name in ("softcap", "sinks", "alibi", "chunk", "canvas")):
+    if any(facts.sizes.get(name) for name in ("softcap", "sinks", "alibi", "chunk", "canvas", "open_canvas")):
         return "it has neither softcap, sinks, slopes of heads, chunks nor canvases"
     if facts.sizes.get("v_dim", facts["dim"]) != facts["dim"]:
         return "values are as wide as keys"
@@ -103,6 +103,7 @@ def attend_varlen(
     slopes: None = None,
     chunk: None = None,
     canvas: None = None,
+    canvas_start: None = None,
 ) -> Tensor:
     """`paged_attention` without softcap, sinks, slopes, chunks and canvases."""
     # Decodes, or prompts of one token, which are no slower for it; and every captured step.
