@@ -111,6 +111,12 @@ class EngineConfig:
         "models that fill canvases (block diffusion): a place keeps its token if that has more than this "
         "probability; default: the model's, 0.95",
     )
+    canvas_edit_threshold: float | None = option(
+        None,
+        "of models that edit (LLaDA 2.1): another token sampled in a place replaces the one there if it has "
+        "more than this probability; default: none is replaced",
+    )
+    canvas_edit_passes: int = option(16, "the most passes that edit a canvas without masks", least=0)
     threads: int | None = option(
         None, "CPU threads; default: the physical cores this process may use, at most its CPU quota", least=1
     )
@@ -201,6 +207,8 @@ class EngineConfig:
             raise ConfigError(f"gpu_memory: {self.gpu_memory} is no share between 0 and 1")
         if self.canvas_threshold is not None and not 0 <= self.canvas_threshold <= 1:
             raise ConfigError(f"canvas_threshold: {self.canvas_threshold} is no probability from 0 to 1")
+        if self.canvas_edit_threshold is not None and not 0 <= self.canvas_edit_threshold < 1:
+            raise ConfigError(f"canvas_edit_threshold: {self.canvas_edit_threshold} is not from 0 to below 1")
         if not self.packed_cache.strip():
             raise ConfigError("packed_cache: it is empty; name a folder, or auto or off")
         if self.prefill == "bf16" and (self.deterministic or self.precise):

@@ -13,6 +13,7 @@ from plait.config import EngineConfig
 from plait.memory import PagedState, SlotState, State
 
 KERNELS = ("precise", "prefill", "isa")  # what kernels of a CPU compute
+CANVASES = ("canvas_threshold", "canvas_edit_threshold", "canvas_edit_passes")
 REPLIES = ("speculate", "open_objects", "json_space")
 Row = tuple[bool, tuple[str, ...], str]  # whether it holds, which options are not read then, why
 
@@ -29,7 +30,8 @@ def list_unread(
         (config.ops == "reference", (*KERNELS, "no_fuse", "packed_cache", "pdl"), "ops is reference"),
         (config.num_ranks > 1, ("packed_cache",), "weights of several ranks are packed anew"),
         (config.speculate == "off", ("num_draft_tokens",), "speculate is off"),
-        (not has_canvas, ("canvas_threshold",), "this model writes one token after the other"),
+        (not has_canvas, CANVASES, "this model writes one token after the other"),
+        (config.canvas_edit_threshold is None, ("canvas_edit_passes",), "there is no canvas_edit_threshold"),
         (not config.lora and config.lora_folder is None, ("max_lora_rank",), "there are no adapters"),
         (PagedState not in kinds, ("kv_dtype",), "this model has no keys and values"),
         (SlotState not in kinds, ("snapshot_interval",), "this model has no recurrent state"),

@@ -25,6 +25,7 @@ from plait.schedule.drafts.governor import DraftGovernor
 from plait.schedule.drafts.turns import MOST_DRAFTED, MOST_TURNS
 from plait.schedule.plan import MOST_STEPS
 from plait.schedule.speculate import ModelProposer, Proposer, Speculation
+from plait.spec.canvas import CanvasSpec
 from plait.spec.model import ModelSpec
 from plait.text.grammar.compiler import GrammarCompiler, check_memory
 
@@ -63,15 +64,12 @@ def make_engine(
     # On a GPU the next step is planned while one runs: streams, and recurrent state, keep to that.
     num_steps = MOST_STEPS if can_follow and (is_host or not has_slots) else 1
     num_streamed_steps = num_steps if is_host else 1
-    canvas, threshold = spec.canvas, config.canvas_threshold
-    if canvas is not None and threshold is not None:
-        canvas = replace(canvas, threshold=threshold)
     scheduler = sizing.scheduler(
         config,
         causal=spec.causal,
         num_steps=num_steps,
         num_streamed_steps=num_streamed_steps,
-        canvas=canvas,
+        canvas=choose_canvas(spec.canvas, config),
     )
     scheduler.memory.keeps_rows, scheduler.memory.ends_steps = runner.keeps_rows, runner.ends_steps
     speculation = None
@@ -157,3 +155,12 @@ def make_compiler(text: TextSource, vocab_size: int) -> Callable[[], GrammarComp
         return GrammarCompiler(language.tokenizer, vocab_size, ends=language.stop_token_ids)
 
     return find
+
+
+def choose_canvas(canvas: CanvasSpec | None, config: EngineConfig) -> CanvasSpec | None:
+    """What a model's sequences write on, if it fills canvases, with what the options say of it."""
+    if canvas is None:
+        return None
+    threshold = canvas.threshold if config.canvas_threshold is None else config.canvas_threshold
+    edits = config.canvas_edit_threshold, config.canvas_edit_passes
+    return CanvasSpec(canvas.size, canvas.mask_token, threshold, *edits)

@@ -40,8 +40,8 @@ APART = frozenset({
     "vocab", "chat_template", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_waiting",
     "block_size", "memory_limit", "gpu_memory", "pdl", "prefix_cache", "snapshot_interval", "swap_memory",
     "cache_disk", "cache_disk_limit", "cache_disk_bandwidth",
-    "max_step_ms", "speculate", "num_draft_tokens", "canvas_threshold", "threads", "deterministic",
-    "kv_dtype", "state_dtype",
+    "max_step_ms", "speculate", "num_draft_tokens", "threads", "deterministic", "kv_dtype", "state_dtype",
+    "canvas_threshold", "canvas_edit_threshold", "canvas_edit_passes",
     "cache_dir", "packed_cache", "lora", "lora_folder", "max_loras", "max_lora_rank",
     "offline", "probe", "prefill", "no_fuse", "plugins",
 })  # fmt: skip

@@ -368,13 +368,13 @@ class TokenSequence:
         """A token for every place, and how sure the model is of it."""
         params, num_tokens = self.params, len(self.token_ids)
         num_stopless = max(params.min_tokens + self.prompt_len - num_tokens, 0) if params.min_tokens else 0
+        history, draft = canvas.list_past(self.token_ids) if self.is_penalized else ((), ())
         return SamplingRow(
-            params=params,
-            num_logits=len(self.draft),
-            num_samples=len(self.draft),
+            *(params, len(self.draft), len(self.draft)),
             position=num_tokens,
             seed=self.seed,
-            history=(*self.token_ids, *canvas.list_filled()) if self.is_penalized else (),
+            draft=draft,
+            history=history,
             prompt_len=self.prompt_len,
             stop_token_ids=self.stop_token_ids if num_stopless else frozenset(),
             num_stopless=num_stopless,

@@ -118,12 +118,12 @@ def cells(
     )
 
 
-def fit_to_canvas(cells: Iterable[Cell], size: int) -> Iterator[Cell]:
-    """What is left of cells for canvases of so many tokens: nothing drafts, and a canvas is done before an
+def fit_to_canvas(cells: Iterable[Cell], passes: int) -> Iterator[Cell]:
+    """What is left of cells for canvases of so many passes: nothing drafts, and a canvas is done before an
     engine is dropped."""
     for cell in cells:
         if cell.proof not in ("drafted", "accepted"):
-            yield replace(cell, drafts=None, restarts=cell.restarts * size)
+            yield replace(cell, drafts=None, restarts=cell.restarts * passes)
 
 
 def durable_cells(batch: int, block_size: int, *, has_slots: bool) -> Iterator[Cell]:

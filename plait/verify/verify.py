@@ -22,6 +22,7 @@ from plait.engine.device import free_memory
 from plait.engine.memory_plan import Sizing, fit_canvas, size_state
 from plait.errors import ConfigError, EngineError
 from plait.loading.build import Loaded, describe_for_sizing, load
+from plait.loading.make_engine import choose_canvas
 from plait.loading.open_model import Opened
 from plait.loading.target import loose_ops
 from plait.memory import PagedState, has_slots
@@ -120,7 +121,7 @@ class Verification:
     @property
     def cells(self) -> list[Cell]:
         decoder = self.loaded.runner.decoder
-        size, canvas = self.loaded.config.block_size, decoder.spec.canvas
+        size, canvas = self.loaded.config.block_size, choose_canvas(decoder.spec.canvas, self.loaded.config)
         plain = cells(
             self.batch,
             size,
@@ -135,7 +136,7 @@ class Verification:
             found += durable_cells(self.batch, size, has_slots=has_slots(decoder.states))
         if decoder.spec.causal and self.extent.model is not None:
             found += second_load_cells(self.batch, size, drafts=self.extent.draft is not None)
-        found = [*fit_to_canvas(found, canvas.size)] if canvas else found
+        found = [*fit_to_canvas(found, canvas.most_passes)] if canvas else found
         if (only := self.extent.only) is not None:
             return [cell for cell in found if only in (cell.name, cell.word)]
         return [cell for cell in found if cell.is_quick or not self.extent.is_quick]

@@ -51,7 +51,8 @@ GROUPS = {
     ),
     "Speed and arithmetic": (
         *("device", "dtype", "ops", "no_fuse", "isa", "pdl", "max_num_batched_tokens", "max_step_ms"),
-        *("speculate", "num_draft_tokens", "canvas_threshold", "precise", "deterministic", "prefill"),
+        *("speculate", "num_draft_tokens", "canvas_threshold", "canvas_edit_threshold", "canvas_edit_passes"),
+        *("precise", "deterministic", "prefill"),
     ),
 }
 BY_CLASS = (

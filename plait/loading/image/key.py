@@ -30,7 +30,8 @@ PACKAGE = Path(__file__).resolve().parents[2]
 APART = frozenset({
     "max_waiting", "memory_limit", "gpu_memory", "pdl", "prefix_cache", "snapshot_interval", "swap_memory",
     "cache_disk", "cache_disk_limit", "cache_disk_bandwidth",
-    "max_step_ms", "canvas_threshold", "cache_dir", "offline", "open_objects", "json_space", "startup_image",
+    "max_step_ms", "canvas_threshold", "canvas_edit_threshold", "canvas_edit_passes",
+    "cache_dir", "offline", "open_objects", "json_space", "startup_image",
 })  # fmt: skip
 
 

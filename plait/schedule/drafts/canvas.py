@@ -1,6 +1,6 @@
 """The canvas of a sequence: the next tokens of a model that fills places in any order (`spec.CanvasSpec`).
 
-Each pass computes a canvas whole, behind all known tokens, and samples a token for every place without one.
+Each pass computes a canvas whole, behind all known tokens, and samples a token for every place.
 The surest of them stay. Once all places have a token they are the sequence's; the next pass computes
 them again, as what the next canvas sees, before that one's masks.
 """
@@ -18,8 +18,10 @@ class Canvas:
     """The places behind a sequence's last token, up to the next multiple of the spec's size."""
 
     def __init__(self, spec: CanvasSpec) -> None:
-        self.spec, self.least = spec, math.log(spec.threshold) if spec.threshold > 0 else -math.inf
+        bounds = [math.log(p) if p else -math.inf for p in (spec.threshold, spec.edit_threshold)]
+        self.spec, (self._least, self._least_edit) = spec, bounds
         self._places: list[TokenLogprobs | None] = []  # None: it has no token yet
+        self._num_edit_passes, self._may_change = 0, False
 
     def count_places(self, num_tokens: int) -> int:
         """The places of a canvas behind so many tokens."""
@@ -32,32 +34,46 @@ class Canvas:
         mask = self.spec.mask_token
         return tuple([mask if place is None else place.token_id for place in self._places])
 
-    def list_filled(self) -> list[int]:
-        """The tokens that it has, in the order of places."""
-        return [place.token_id for place in self._places if place is not None]
+    def list_past(self, known: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What penalties count: (for all places behind the known tokens, for those behind each of it).
+
+        With edits only tokens before a place count, so that none penalises itself.
+        """
+        if self.spec.edit_threshold is not None:
+            return tuple(known), self.open(len(known))
+        return (*known, *[place.token_id for place in self._places if place]), ()
 
     def fill(self, sampled: Sequence[TokenLogprobs]) -> None:
         """Keep what was sampled where its probability is above the threshold, or the likeliest of all.
 
-        sampled: one for each place. Places with a token keep it.
+        sampled: one for each place. Places with a token keep it, but for edits.
         """
         free = [i for i, place in enumerate(self._places) if place is None]
-        sure = [i for i in free if sampled[i].logprob > self.least]
-        for i in sure or [max(free, key=lambda i: sampled[i].logprob)]:
+        sure = [i for i in free if sampled[i].logprob > self._least]
+        changed = sure or [max(free, key=lambda i: sampled[i].logprob)] if free else []
+        is_full = len(changed) == len(free)
+        if self.spec.edit_threshold is not None:
+            new = [one if one.logprob > self._least_edit else None for one in sampled]
+            pairs = enumerate(zip(self._places, new, strict=True))
+            changed += [i for i, (a, b) in pairs if a and b and a.token_id != b.token_id]
+            self._num_edit_passes += not free
+            is_spent = is_full and self._num_edit_passes >= self.spec.edit_passes
+            self._may_change = bool(changed) and not is_spent
+        for i in changed:
             self._places[i] = sampled[i]
 
     def take(self, most: int, stops: Collection[int]) -> tuple[TokenLogprobs, ...]:
         """The tokens of a canvas that is done, and forget them; () while it is not.
 
         It is done as well when the first ones end the sequence: so many, or with one of `stops`. Later
-        passes change no token, so those behind the end need not be known.
+        passes change no token, so those behind the end need not be known; but for edits.
         """
         ready: list[TokenLogprobs] = []
         for place in self._places:
-            if place is None:
+            if place is None or self._may_change:
                 return ()
             ready.append(place)
             if len(ready) == most or place.token_id in stops:
                 break
-        self._places = []
+        self._places, self._num_edit_passes = [], 0
         return tuple(ready)
