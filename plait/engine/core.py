@@ -24,9 +24,8 @@ from plait.engine.metrics import Metrics
 from plait.engine.sequences import SequenceMaker, add_steps, list_alone, list_choices
 from plait.errors import DeadlineExceeded, DeviceLost, EngineError, InvalidField
 from plait.request import Event, FinishReason, Request
-from plait.schedule.plan import Chunk, StepPlan
+from plait.schedule.plan import Chunk, StepPlan, Update
 from plait.schedule.scheduler import NOTHING, Drafts, Scheduler
-from plait.schedule.sequence import Update
 from plait.schedule.speculate import Speculation
 
 T = TypeVar("T")
@@ -57,7 +56,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner, self.scheduler, self.speculation, self.clock = runner, scheduler, speculation, clock
-        self._maker = SequenceMaker(canvas := scheduler.limits.canvas)
+        self._maker = SequenceMaker(canvas := scheduler.limits.canvas, (vocab_size, max_model_len))
         self.limits = RequestLimits(vocab_size, max_model_len, has_canvas=canvas is not None)
         self.metrics, self.adapters, self.guided = Metrics(scheduler, clock), no_adapters(), guided
         self._requests: dict[str, OpenRequest] = {}

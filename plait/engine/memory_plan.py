@@ -19,13 +19,14 @@ from plait.schedule.allocation import Allocation, num_window_blocks
 from plait.schedule.costs import SchedulerLimits
 from plait.schedule.pools import CacheOptions
 from plait.schedule.scheduler import Scheduler
-from plait.spec.canvas import CanvasSpec
+from plait.spec.canvas import AnyCanvas, NoisyCanvasSpec
 from plait.unread_options import list_unread
 
 DEFAULT_SHARE = 0.5  # of the memory that is free on a CPU when the weights are loaded
 SNAPSHOT_SHARE = 0.25  # of the limit, at most, for snapshots of recurrent state
 SNAPSHOTS_PER_SEQ = 2  # one at the prompt boundary, one at the end of the reply
 HOST_SHARE = 0.25  # of free host memory, at most, for what has to leave the device
+MOST_PLACES = 2048  # of noisy canvases in one step: each has a row of logits, as long as the vocabulary
 LENGTHS = (1024, 8192, 32768, 131072)  # at which `plait info` shows what a sequence costs
 
 
@@ -89,7 +90,7 @@ class Sizing(Struct, frozen=True):
         causal: bool,
         num_steps: int = 1,
         num_streamed_steps: int = 1,
-        canvas: CanvasSpec | None = None,
+        canvas: AnyCanvas | None = None,
     ) -> Scheduler:
         """A scheduler over exactly this memory. For numbers of steps and `canvas` see `SchedulerLimits`."""
         limits = SchedulerLimits(
@@ -137,9 +138,10 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     has_canvas: bool = False
 
 
-def fit_canvas(config: EngineConfig, canvas: CanvasSpec | None) -> EngineConfig:
+def fit_canvas(config: EngineConfig, canvas: AnyCanvas | None) -> EngineConfig:
     """The options with which a model can write on canvases, if it does: a block holds whole ones, and a step
-    those of all sequences, each with the one before it. Raises ConfigError for --speculate."""
+    those of all sequences, each with the one before it. Noisy ones may end anywhere, and are so large that
+    fewer have logits in one step. Raises ConfigError for --speculate."""
     if canvas is None:
         return config
     if config.speculate != "off":
@@ -147,10 +149,13 @@ def fit_canvas(config: EngineConfig, canvas: CanvasSpec | None) -> EngineConfig:
             f"speculate: {config.speculate} is set, but this model writes {canvas.size} tokens at once, "
             "which drafts cannot come before; leave the option out"
         )
-    needed = 2 * canvas.size * config.max_num_seqs
+    is_noisy = isinstance(canvas, NoisyCanvasSpec)
+    num_seqs = min(config.max_num_seqs, max(MOST_PLACES // canvas.size, 1) if is_noisy else MOST_PLACES)
+    needed = 2 * canvas.size * num_seqs
     return replace(
         config,
-        block_size=max(config.block_size, canvas.size),
+        block_size=config.block_size if is_noisy else max(config.block_size, canvas.size),
+        max_num_seqs=num_seqs,
         max_num_batched_tokens=max(config.max_num_batched_tokens, needed),
     )
 

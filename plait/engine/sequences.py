@@ -14,9 +14,10 @@ from plait.request import Request, SamplingParams
 from plait.schedule.attached import PooledHidden
 from plait.schedule.beams import BeamSearch
 from plait.schedule.drafts.canvas import Canvas
+from plait.schedule.drafts.noisy_canvas import NoisyCanvas
 from plait.schedule.plan import StepPlan
 from plait.schedule.sequence import Gang, TokenSequence
-from plait.spec.canvas import CanvasSpec
+from plait.spec.canvas import AnyCanvas, NoisyCanvasSpec
 
 GREEDY = SamplingParams(temperature=0.0)  # of sequences that are not drawn from
 GuideMaker = Callable[[Request], Sequence[GrammarGuide]]
@@ -24,10 +25,11 @@ NO_GUIDES: tuple[GrammarGuide | None, ...] = (None,)
 
 
 class SequenceMaker:
-    """Makes sequences, with ids that no other has. `canvas`: what each writes on, if the model does."""
+    """Makes sequences, with ids that no other has. `canvas`: what each writes on, if the model does;
+    `sizes`: of the vocabulary, and of the longest sequence."""
 
-    def __init__(self, canvas: CanvasSpec | None = None) -> None:
-        self._ids, self._seeds, self._canvas = count(1), random.SystemRandom(), canvas
+    def __init__(self, canvas: AnyCanvas | None = None, sizes: tuple[int, int] = (0, 0)) -> None:
+        self._ids, self._seeds, self._canvas, self._sizes = count(1), random.SystemRandom(), canvas, sizes
 
     def make(
         self, request: Request, arrived: float, place: tuple[int, str], guided: GuideMaker
@@ -86,8 +88,17 @@ class SequenceMaker:
             pooled=PooledHidden(request.pooling, request.pooled_from) if request.pooling else None,
             guide=guide,
             is_watched=request.watched,
-            canvas=Canvas(self._canvas) if self._canvas else None,
+            canvas=self._make_canvas(),
         )
+
+    def _make_canvas(self) -> Canvas | NoisyCanvas | None:
+        match self._canvas:
+            case None:
+                return None
+            case NoisyCanvasSpec() as spec:
+                return NoisyCanvas(spec, *self._sizes)
+            case spec:
+                return Canvas(spec)
 
     def _add_negative(
         self, request: Request, arrived: float, place: tuple[int, str], seq: TokenSequence

@@ -90,6 +90,19 @@ def gemma4_unified(c: Config) -> tuple[ModelSpec, NameMap]:
 
 
 def _gemma4(c: Config, name: str) -> tuple[ModelSpec, NameMap]:
+    usual = text_tensors(transformer)
+    own_names = at(TEXT_PREFIXES, lambda prefix: layer_names(c, prefix))
+    count = len(c["layer_types"])
+    unused = [
+        rf"\.layers\.{i}\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\."
+        for i in range(count - (c.get("num_kv_shared_layers") or 0), count)
+    ]
+    names = NameMap(own_names, usual, ignored=unused_patterns(c, *VISION, *OTHERS, *unused))
+    return gemma4_layers(c, name), names
+
+
+def gemma4_layers(c: Config, name: str) -> ModelSpec:
+    """All layers, without the names of their tensors. Raises UnsupportedModel."""
     require(c, "Gemma 4", use_bidirectional_attention=("vision",))
     check_shares(c, "Gemma 4")
     each, size = norm(c), c.get("hidden_size_per_layer_input")
@@ -105,7 +118,7 @@ def _gemma4(c: Config, name: str) -> tuple[ModelSpec, NameMap]:
             own = LayerInputSpec(i, size, c["hidden_act"])
             layer.append(BranchSpec("own", own, None, each, factor=True))
         layers.append(tuple(layer))
-    spec = model(
+    return model(
         c,
         name,
         layers,
@@ -113,12 +126,6 @@ def _gemma4(c: Config, name: str) -> tuple[ModelSpec, NameMap]:
         logit_softcap=c.get("final_logit_softcapping"),
         layer_inputs=inputs_of_layers(c, len(kinds)) if size else None,
     )
-    usual = text_tensors(transformer)
-    own_names = at(TEXT_PREFIXES, lambda prefix: layer_names(c, prefix))
-    unused = [
-        rf"\.layers\.{i}\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\." for i in range(shared, len(kinds))
-    ]
-    return spec, NameMap(own_names, usual, ignored=unused_patterns(c, *VISION, *OTHERS, *unused))
 
 
 def find_source(kinds: list[str], i: int, shared: int, part: str = "attn") -> str:

@@ -25,7 +25,7 @@ from plait.schedule.drafts.governor import DraftGovernor
 from plait.schedule.drafts.turns import MOST_DRAFTED, MOST_TURNS
 from plait.schedule.plan import MOST_STEPS
 from plait.schedule.speculate import ModelProposer, Proposer, Speculation
-from plait.spec.canvas import CanvasSpec
+from plait.spec.canvas import AnyCanvas, CanvasSpec
 from plait.spec.model import ModelSpec
 from plait.text.grammar.compiler import GrammarCompiler, check_memory
 
@@ -157,10 +157,10 @@ def make_compiler(text: TextSource, vocab_size: int) -> Callable[[], GrammarComp
     return find
 
 
-def choose_canvas(canvas: CanvasSpec | None, config: EngineConfig) -> CanvasSpec | None:
+def choose_canvas(canvas: AnyCanvas | None, config: EngineConfig) -> AnyCanvas | None:
     """What a model's sequences write on, if it fills canvases, with what the options say of it."""
-    if canvas is None:
-        return None
+    if not isinstance(canvas, CanvasSpec):
+        return canvas
     threshold = canvas.threshold if config.canvas_threshold is None else config.canvas_threshold
     edits = config.canvas_edit_threshold, config.canvas_edit_passes
     return CanvasSpec(canvas.size, canvas.mask_token, threshold, *edits)

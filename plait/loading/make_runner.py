@@ -15,6 +15,7 @@ from plait.runner.host.static_batch import Capacity
 from plait.runner.replay import Observe
 from plait.runner.runner import ModelRunner
 from plait.runner.sampler import Sampler, log_softmax
+from plait.spec.canvas import CanvasSpec
 from plait.spec.model import ModelSpec
 from plait.state.store import StateStore
 
@@ -64,7 +65,7 @@ def capacity_of(config: EngineConfig, spec: ModelSpec, max_model_len: int, block
         max_model_len,
         block_size,
         num_draft_tokens=0 if config.speculate == "off" else config.num_draft_tokens,
-        canvas=spec.canvas.size if spec.canvas else 0,
+        canvas=spec.canvas.size if isinstance(spec.canvas, CanvasSpec) else 0,
     )
 
 

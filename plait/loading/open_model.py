@@ -30,6 +30,7 @@ from plait.families.common.resolved import Resolved
 from plait.families.config.normalize import IncompleteConfig
 from plait.families.dflash import is_dflash_gguf, resolve_dflash, resolve_dflash_gguf
 from plait.families.dflash_names import find_prefix
+from plait.families.diffusion_gemma import SCHEDULE
 from plait.families.eagle import (
     find_first_layer,
     is_eagle_gguf,
@@ -57,9 +58,11 @@ from plait.ops.linear import Activations
 from plait.quant.encode import list_encoded
 from plait.quant.weight import as_tensor
 from plait.resource_limits import trim_heap
+from plait.spec.canvas import CanvasSpec, NoisyCanvasSpec
 from plait.spec.draft_heads import DraftHeadSpec
 from plait.spec.model import ModelSpec
 from plait.spec.recurrent import MergedIdsSpec
+from plait.text.load import load_generation_config
 from plait.text.tokenizers.gguf_files import CARRIED
 from plait.text.tokenizers.merged_ids import merge_ids
 from plait.text.tokenizers.tokenizer import Tokenizer
@@ -116,6 +119,7 @@ class Opened:
             vocab=self.config.vocab,
             chat_template=self.config.chat_template,
             oxidizr=self.is_oxidizr,
+            temperature=1.0 if isinstance(self.resolved.spec.canvas, NoisyCanvasSpec) else None,
         )
 
     def tokenizer(self) -> Tokenizer | None:
@@ -151,7 +155,7 @@ def open_model(model: str, config: EngineConfig, *, probed: bool = True, drafts:
     """
     plugins = load_plugins(config)
     files = find_model(model, offline=config.offline)
-    raw = read_json(files.config, "config.json") if files.config else None
+    raw = _read_config(files.config)
     if files.kind == "gguf":
         gguf = GgufFile(files.weights[0])
         resolved = _resolve(gguf, None, gguf.metadata, config, files)
@@ -172,10 +176,20 @@ def open_model(model: str, config: EngineConfig, *, probed: bool = True, drafts:
     return replace(opened, resolved=with_findings(opened, findings)) if findings else opened
 
 
+def _read_config(path: Path | None) -> dict[str, Any] | None:
+    """A model's config.json, if it has one; of a model with noisy canvases with what its
+    generation_config.json says of them. Raises BadFile."""
+    raw = read_json(path, "config.json") if path else None
+    if path is None or raw is None or raw.get("canvas_length") is None:
+        return raw
+    said = load_generation_config(path.parent)
+    return {key: said[key] for key in SCHEDULE if said.get(key) is not None} | raw
+
+
 def _fit_canvas(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
     """See `fit_canvas`. What it changes is logged."""
     fitted = fit_canvas(config, spec.canvas)
-    for name in ("block_size", "max_num_batched_tokens"):
+    for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
         given, used = getattr(config, name), getattr(fitted, name)
         if given != used:
             log.info("%s: %d instead of %d, which canvases need", name, used, given)
@@ -186,7 +200,7 @@ def with_values(
     opened: Opened, values: Mapping[str, object], source: Callable[[str], str] = lambda _: "probed"
 ) -> Resolved:
     """The model as resolved with these keys in its config. --set wins. Raises as `open_model` does."""
-    raw = read_json(opened.files.config, "config.json") if opened.files.config else None
+    raw = _read_config(opened.files.config)
     said = tuple(f"{key}={json.dumps(value)}" for key, value in values.items())
     config = replace(opened.config, set=(*said, *opened.config.set))
     told = _resolve(opened.checkpoint, raw, opened.metadata, config, opened.files)
@@ -311,7 +325,7 @@ def banned_ids(opened: Opened, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     holes = tokenizer.holes(opened.resolved.spec.vocab_size) if tokenizer else ()
     suppressed = opened.text_source().list_suppressed()
     canvas = opened.resolved.spec.canvas
-    more = {*suppressed, *([canvas.mask_token] if canvas else [])}
+    more = {*suppressed, *([canvas.mask_token] if isinstance(canvas, CanvasSpec) else [])}
     return tuple(sorted({*holes, *more})) if more else holes
 
 

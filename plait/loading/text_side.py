@@ -36,6 +36,7 @@ class TextSource:
     vocab: str | None = None
     chat_template: str | None = None
     oxidizr: bool = False
+    temperature: float | None = None  # if generation_config.json has none
     head: Mapping[str, object] | None = None
 
     def tokenizer(self) -> Tokenizer | None:
@@ -57,6 +58,8 @@ class TextSource:
         """The whole text side. Raises BadFile, UnsupportedFormat and ConfigError."""
         tokenizer = self.tokenizer()
         generation_config = load_generation_config(self._path, self.metadata)
+        if self.temperature is not None and generation_config.get("temperature") is None:
+            generation_config = {**generation_config, "temperature": self.temperature}
         list_suppressed(generation_config, self.vocab_size)  # names what it cannot read, before it is used
         if unread := list_unread(generation_config):
             log.warning("%s of %s: %s, not read", NAME, self.name, ", ".join(unread))

@@ -10,9 +10,10 @@ from torch import Tensor
 from plait.checkpoint.shared_weights import SharedWeights
 from plait.checkpoint.weights import Weights
 from plait.memory import State
+from plait.model.denoiser import Denoiser
 from plait.model.front import read_front
 from plait.model.layers.layer_inputs import LayerInputs
-from plait.model.layers.layers import EMBEDDINGS, Batch, Embedding, LmHead, Norm
+from plait.model.layers.layers import EMBEDDINGS, Batch, CanvasRows, Embedding, LmHead, Norm
 from plait.model.layers.streams import build_last_norm, build_streams
 from plait.model.mixers.registry import build
 from plait.model.shared_block import SharedBlockUse
@@ -39,6 +40,8 @@ class Branch:
         self._combine, self._rescale = w.bind(combine), w.bind(rescale)
         self._ranks = None if getattr(self.mixer, "is_summed", False) else (w.target.comm, w.target.dtype)
         self.factor = w.tensor("factor", (1,), torch.float32) if s.factor else None
+        has_own = s.factor == "canvas"
+        self._canvas_factor = w.tensor("canvas_factor", (1,), torch.float32) if has_own else None
         self._scale_rows = w.bind(scale_rows) if s.factor else None
 
     def enter(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -65,11 +68,16 @@ class Branch:
             return x
         return h if self.keep == 1.0 else self._rescale(h, self.keep, None)
 
-    def leave(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor | None]:
+    def leave(
+        self, x: Tensor, delta: Tensor, canvas: CanvasRows | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """(x, what is to be added to it): both in one, times the factor, if there is one."""
         if self.factor is None or self._scale_rows is None:
             return x, delta
-        return self._scale_rows(self._combine(x, delta, 1.0), self.factor.expand(len(x), 1)), None
+        by = self.factor.expand(len(x), 1)
+        if canvas and self._canvas_factor is not None:
+            by = torch.where(canvas.is_place[:, None], self._canvas_factor, by)
+        return self._scale_rows(self._combine(x, delta, 1.0), by), None
 
     def __call__(self, h: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """What is to be added to x, [T, hidden]."""
@@ -95,6 +103,8 @@ class Decoder:
         self.head = LmHead(s, weights)
         self._take_rows, self.adapters = weights.bind(take_rows), weights.target.adapters
         self.states: dict[str, State] = {k: v for branch in self.branches for k, v in branch.states.items()}
+        self.denoiser = Denoiser(s, s.canvas_mlp, weights) if s.canvas_mlp else None
+        self.states |= self.denoiser.states if self.denoiser else {}
         self._keeps_embeddings = any(getattr(b.mixer, "reads_embeddings", False) for b in self.branches)
         if s.front:
             read_front(s, [branch.mixer for branch in self.branches], self.states, self.run_branches, weights)
@@ -108,7 +118,8 @@ class Decoder:
         batch = replace(batch, step={})
         if self.adapters:
             self.adapters.step.current = batch.adapters
-        x = embeddings = self.embed(batch.token_ids, batch.positions)
+        x = self.embed(batch.token_ids, batch.positions)
+        x = embeddings = self.denoiser.enter(x, batch, store) if self.denoiser and batch.canvas else x
         batch.step.update({EMBEDDINGS: embeddings} if self._keeps_embeddings else {})
         x = self.streams.spread(x) if self.streams else x
         if self.layer_inputs:
@@ -125,9 +136,14 @@ class Decoder:
         delta = None
         for branch in self.branches:
             x, h = branch.enter_beside(x, delta, embeddings, batch, store)
-            x, delta = branch.leave(x, branch(h, batch, store))
+            x, delta = branch.leave(x, branch(h, batch, store), batch.canvas)
         return x, delta
 
     def logits(self, h: Tensor, batch: Batch) -> Tensor:
         """h: [T, hidden] -> logits of the requested rows, [L, vocab] float32."""
         return self.head(self._take_rows(h, batch.logit_rows), batch.logit_rows)
+
+    def keep_canvases(self, logits: Tensor, batch: Batch, store: StateStore) -> None:
+        """Keep what a pass made of noisy canvases, if there are any, for the next. logits: [L, vocab]."""
+        if self.denoiser and batch.canvas:
+            self.denoiser.keep(logits, batch, store)

@@ -21,6 +21,7 @@ CASES: list[Case] = [
     dict(rows=33, size=100),
     dict(rows=5, size=7),
 ]
+ROWS_AT_ONCE = 1 << 14  # of a table, as numbers
 STORED: list[Case] = [
     Case(rows=3, size=288, parts=5),
     *(Case(rows=3, size=288, kind=kind, parts=5) for kind in ("bfloat16", "Q8_0", "int4_g32")),
@@ -87,6 +88,26 @@ def take_rows(x: Tensor, index: Tensor) -> Tensor:
 def _take_rows_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     x = torch.randn(case["rows"], case["size"], dtype=dtype, device=device)
     return (x, torch.randint(0, case["rows"], (case["rows"] + 1,), device=device)), {}
+
+
+@op(cases=STORED)
+def mix_rows(shares: Tensor, table: Weight, scale: float, dtype: torch.dtype) -> Tensor:
+    """Sums of all rows of a table in any format, each by its share, times `scale`.
+
+    shares: [L, rows] float32, rounded to `dtype` -> [L, n] in `dtype`. Some rows are read at a time.
+    """
+    out = shares.new_zeros(len(shares), table.shape[1])
+    for first in range(0, table.shape[0], ROWS_AT_ONCE):
+        ids = torch.arange(first, min(first + ROWS_AT_ONCE, table.shape[0]), device=shares.device)
+        some = shares[:, first : first + len(ids)].to(dtype)
+        out += (some @ table.gather(ids, dtype)).float()
+    return (out * scale).to(dtype)
+
+
+@mix_rows.inputs
+def _mix_rows_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
+    shares = torch.randn(case["rows"], 50, device=device).softmax(-1)
+    return (shares, _table(case, dtype, device), 3.5, dtype), {}
 
 
 @op(cases=CASES)

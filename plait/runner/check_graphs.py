@@ -29,6 +29,7 @@ from plait.runner.replay import Observe
 from plait.runner.sampler import Sampler
 from plait.runner.sampling_tables import DrawForm
 from plait.schedule.plan import SamplingBatch, SamplingRow, StepPlan
+from plait.spec.canvas import CanvasSpec
 from plait.state.store import StateStore
 
 
@@ -67,7 +68,7 @@ class CheckGraphs:
         self._batch = CheckBatch(capacity, groups, store.block_size, backend.device)
         self.tokens = self._batch.tokens  # of the largest step
         self._tables = sampler.tables(self._batch.tokens, backend.device)
-        self._tables.gives_scores = decoder.spec.canvas is not None
+        self._tables.gives_scores = isinstance(decoder.spec.canvas, CanvasSpec)
         lines = 2 + self._tables.gives_scores
         self._answers = torch.zeros(lines, self._batch.tokens, dtype=torch.float64, device=backend.device)
         self._hidden = torch.zeros(0, device=backend.device)  # of the tokens of a graph, for `_observe`

@@ -24,6 +24,7 @@ from plait.runner.program import NativeExecutor, keep_planned_rows, record_progr
 from plait.runner.replay import Lead, Observe, Replay, copy_pooled, ignore_hidden
 from plait.runner.sampler import Sampler
 from plait.schedule.plan import Chunk, Done, SamplingBatch, StepPlan, Ticket
+from plait.spec.canvas import CanvasSpec
 from plait.state.store import StateStore
 
 
@@ -54,7 +55,9 @@ class ModelRunner:
         self.is_recorded = self.keeps_rows = self.ends_steps = False  # see `make_engine.RowKeeper`
         self.step_kind = "op by op: no recording was requested"
         native = self._native = None if isinstance(executor, GraphBackend) else executor
-        if capacity and isinstance(executor, GraphBackend) and decoder.spec.causal:
+        if capacity and isinstance(executor, GraphBackend) and decoder.denoiser:
+            self.step_kind = "op by op: passes over noisy canvases are not captured"
+        elif capacity and isinstance(executor, GraphBackend) and decoder.spec.causal:
             self._replay_on_device(capacity, executor, observe)
         elif capacity:
             made, self.step_kind = record_program(decoder, store, native, self.groups, capacity, sampler)
@@ -85,7 +88,8 @@ class ModelRunner:
                 make_moves(self.store, plan)
         if not plan.chunks:
             return Done([])
-        if self.replay is not None and self.replay.fits(plan):
+        is_noisy = any(chunk.denoising for chunk in plan.chunks)  # such passes are not recorded
+        if self.replay is not None and not is_noisy and self.replay.fits(plan):
             try:
                 return self.replay.launch(plan, sampling)
             except BaseException:
@@ -125,7 +129,9 @@ class ModelRunner:
         batch = build_batch(plan, self.groups, self.store.block_size, self.device)
         with keep_planned_rows(plan, self._native):
             hidden = self.decoder.hidden(batch, self.store)
-        return hidden, self.decoder.logits(hidden, batch)
+        logits = self.decoder.logits(hidden, batch)
+        self.decoder.keep_canvases(logits, batch, self.store)
+        return hidden, logits
 
     def logits(self, token_ids: Sequence[int], chunk_size: int) -> Tensor:
         """Logits after every token of one prompt, [tokens, vocab] float32 on the CPU.
@@ -139,7 +145,8 @@ class ModelRunner:
     @torch.inference_mode()
     def _logits(self, token_ids: Sequence[int], chunk_size: int) -> Tensor:
         ids, size = tuple(token_ids), self.store.block_size
-        least = 1 if self.decoder.spec.canvas is None else self.decoder.spec.canvas.size
+        canvas = self.decoder.spec.canvas
+        least = canvas.size if isinstance(canvas, CanvasSpec) else 1
         step = -(-chunk_size // least) * least if self.decoder.spec.causal else len(ids)
         table = tuple(range(1, -(-len(ids) // size) + 1))
         blocks = {group.name: len(table) + 1 for group in self.groups}

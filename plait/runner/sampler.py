@@ -19,6 +19,7 @@ from plait.ops.registry import OpFacts
 from plait.ops.sample import largest, sample, sample_at
 from plait.request import SamplingParams, TokenLogprobs
 from plait.runner.host.sampler import (
+    ROWS_AT_ONCE,
     Draw,
     Floats,
     HostSampler,
@@ -32,9 +33,10 @@ from plait.runner.host.sampler import (
 )
 from plait.runner.logprobs import list_requests, read_answers, read_score, score_requests
 from plait.runner.sampling_tables import SamplingTables, copy_to_device
-from plait.schedule.plan import Sampled, SamplingBatch, SamplingRow
+from plait.schedule.plan import Denoised, Sampled, SamplingBatch, SamplingRow
 
 LEAST_ROWS = 16  # of the tables of a GPU
+LEAST = -1e30  # a log-probability of what cannot be: its share is 0, and 0 times it a number
 
 
 class Sampler:
@@ -105,9 +107,7 @@ class Sampler:
         that is not finite is of a broken row: it has to be checked where ids are read, as `sample` does.
         """
         rows, form = logits.shape[0], tables.form
-        logits = self.host.cut_to_limit(logits)
-        if form.is_edited:
-            logits = self._edit_rows(logits, *tables.edits(rows))
+        logits = self._edit(logits, tables)
         if form.is_drawn:
             ids, values = self._draw_at(logits, *tables.settings(rows))
         else:
@@ -115,6 +115,10 @@ class Sampler:
         if form.moves_on and (form.is_drawn or form.is_edited):
             self._count(ids, *tables.counters(rows))
         return ids, values
+
+    def _edit(self, logits: Tensor, tables: SamplingTables) -> Tensor:
+        logits = self.host.cut_to_limit(logits)
+        return self._edit_rows(logits, *tables.edits(len(logits))) if tables.form.is_edited else logits
 
     def score(self, logits: Tensor, ids: Tensor) -> Tensor:
         """The log-probability of an id of each row, by launches. logits: [L, vocab], ids: [L] -> [L]."""
@@ -187,29 +191,49 @@ class Sampler:
     def _sample_on_gpu(self, logits: Tensor, batch: SamplingBatch, draws: Sequence[Draw]) -> list[Sampled]:
         """`sample` with one read for all of its tokens and log-probabilities."""
         ids, values = logits.new_empty(0, dtype=torch.int64), logits.new_empty(0)
+        is_noisy = any(row.entropy_at for row in batch.rows)
+        likeliest, entropies = list[int](), list[float]()
         if draws:
             index = sampled_rows(batch.rows)
+            sampled = logits
             if len(index) < logits.shape[0]:
-                ids, values = self._draw_on_gpu(logits[copy_to_device(np.array(index), logits.device)], draws)
-            else:
-                ids, values = self._draw_on_gpu(logits, draws)
+                sampled = logits[copy_to_device(np.array(index), logits.device)]
+            ids, values = self._draw_on_gpu(sampled, draws)
+            likeliest, entropies = self._find_likeliest(sampled, draws) if is_noisy else ([], [])
         requests = list(list_requests(batch, self.limit - len(self.holes)))
         if not draws and not requests:
             return [Sampled() for _ in batch.rows]
         banned = self.holes if len(self.holes) else None
-        parts = score_requests(self._score, logits, ids, requests, self.limit, banned)
+        scored = ids if not is_noisy else copy_to_device(np.array(likeliest), logits.device)
+        parts = score_requests(self._score, logits, scored, requests, self.limit, banned)
         found = read_answers(ids, values, parts)
         check_finite(found.values)
         scores: list[list[TokenLogprobs]] = [[] for _ in batch.rows]
         prompts: list[list[TokenLogprobs]] = [[] for _ in batch.rows]
         for request, score in zip(requests, found.scores, strict=True):
             kind = scores if request.target is None else prompts
-            kind[request.answer].append(read_score(request, score, found.tokens))
+            kind[request.answer].append(read_score(request, score, likeliest or found.tokens))
         answers, at = [], 0
         for row, own, prompt in zip(batch.rows, scores, prompts, strict=True):
-            mine, at = tuple(found.tokens[at : at + row.num_samples]), at + row.num_samples
-            answers.append(Sampled(mine, tuple(own) or None, tuple(prompt)))
+            here, at = slice(at, at + row.num_samples), at + row.num_samples
+            more = Denoised(tuple(likeliest[here]), tuple(entropies[here])) if row.entropy_at else None
+            mine = tuple(found.tokens[here])
+            answers.append(Sampled(mine, tuple(own) or None, tuple(prompt), denoised=more))
         return answers
+
+    def _find_likeliest(self, logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float]]:
+        """(the likeliest token of each draw, its entropy), some rows at a time. The tables are filled."""
+        assert self._scratch is not None
+        edited = self._edit(logits, self._scratch)
+        heat = copy_to_device(
+            np.array([row.entropy_at or 1.0 for row, _ in draws], np.float32), logits.device
+        )
+        entropies = []
+        for rows, by in zip(edited.split(ROWS_AT_ONCE), heat.split(ROWS_AT_ONCE), strict=True):
+            logs = (rows / by[:, None]).log_softmax(-1)
+            entropies.append(-(logs.exp() * logs.clamp(min=LEAST)).sum(-1))
+        ids, _ = self._largest(edited)
+        return ids.tolist(), torch.cat(entropies).tolist()
 
 
 def count_scratch(draws: int) -> int:

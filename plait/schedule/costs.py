@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from plait.schedule.plan import StepPlan
 from plait.schedule.sequence import TokenSequence
-from plait.spec.canvas import CanvasSpec
+from plait.spec.canvas import AnyCanvas
 
 LONGEST_S = 0.05  # of several decode steps at once: a request that arrives meanwhile waits for them
 LATE_S = 0.02  # that a streamed token may wait for further steps of its plan
@@ -47,7 +47,7 @@ class SchedulerLimits:
     num_streamed_steps: int = 1
     num_turns: int = 1
     causal: bool = True
-    canvas: CanvasSpec | None = None
+    canvas: AnyCanvas | None = None
 
 
 class StepCosts:

@@ -11,12 +11,20 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from plait.request import SamplingParams, TokenLogprobs
+from plait.request import Event, SamplingParams, TokenLogprobs
 from plait.schedule.drafts.turns import PlanTurns, TurnsEnd
 
 MOST_STEPS = 8  # decode steps of one plan
 FOLLOW = -1  # instead of a decode's token: what the step before samples for its sequence
 Table = tuple[int, ...]
+
+
+class Denoising(Struct, frozen=True, gc=False):
+    """A pass over a noisy canvas, which is the last tokens of a chunk, those with logits: how hot it is, and
+    whether it is the first."""
+
+    temperature: float
+    is_first: bool
 
 
 class Chunk(Struct, frozen=True, gc=False):
@@ -38,6 +46,7 @@ class Chunk(Struct, frozen=True, gc=False):
     adapter: int = 0
     row_slots: tuple[int, ...] = ()
     prompt: int = 0  # of its tokens, where each step computes the whole sequence
+    denoising: Denoising | None = None
 
     @property
     def end(self) -> int:
@@ -141,6 +150,9 @@ class SamplingRow(Struct, frozen=True, gc=False):
     negative: int = -1  # of a guided choice: the row of the batch with its negative prompt
     num_candidates: int = 0  # beam search: so many alternatives, whatever is requested
     is_scored: bool = False  # whatever is requested, each sample's own log-probability is needed
+    entropy_at: float = (
+        0.0  # the temperature at which entropies are needed, and the likeliest tokens; 0: none
+    )
 
 
 class SamplingBatch(Struct, frozen=True):
@@ -149,9 +161,17 @@ class SamplingBatch(Struct, frozen=True):
     rows: tuple[SamplingRow, ...]
 
 
+class Denoised(Struct, frozen=True, gc=False):
+    """What a pass found besides draws: of each place the likeliest token, and the entropy in nats."""
+
+    likeliest: tuple[int, ...]
+    entropies: tuple[float, ...]
+
+
 class Sampled(Struct, frozen=True, gc=False):
     """The answer to one `SamplingRow`: a token per sample and step, or those of all `turns`; `logprobs` as
-    many, or None; in `mirostat_mu` the bound after each. `pooled`: its hidden states' sum, by dimension."""
+    many, or None; in `mirostat_mu` the bound after each. `pooled`: its hidden states' sum, by dimension.
+    Where entropies are needed, log-probabilities are of the likeliest tokens."""
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
@@ -159,6 +179,16 @@ class Sampled(Struct, frozen=True, gc=False):
     pooled: tuple[float, ...] = ()
     mirostat_mu: tuple[float, ...] = ()
     turns: TurnsEnd | None = None
+    denoised: Denoised | None = None
+
+
+class Update(Struct, frozen=True, gc=False):
+    """What one plan added to a sequence: its event, and what was accepted of the step's draft tokens."""
+
+    seq_id: int
+    event: Event
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 class Ticket(Protocol):

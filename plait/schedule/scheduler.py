@@ -16,8 +16,8 @@ from plait.errors import QueueFull
 from plait.schedule.allocation import Allocation
 from plait.schedule.costs import SchedulerLimits, StepCosts, describe_load
 from plait.schedule.gang_beams import advance_beams, drop_state
-from plait.schedule.plan import Chunk, Move, Sampled, SamplingBatch, StepPlan
-from plait.schedule.sequence import Gang, Phase, TokenSequence, Update
+from plait.schedule.plan import Chunk, Move, Sampled, SamplingBatch, StepPlan, Update
+from plait.schedule.sequence import Gang, Phase, TokenSequence
 from plait.schedule.shares import check_fits, others_await, prompt_budget, share_members, share_step
 from plait.schedule.turns import (
     add_drafts,

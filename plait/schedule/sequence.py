@@ -15,8 +15,9 @@ from plait.request import Event, FinishReason, SamplingParams, TokenLogprobs
 from plait.schedule.attached import Guide, PooledHidden
 from plait.schedule.beams import BeamSearch
 from plait.schedule.drafts.canvas import Canvas
+from plait.schedule.drafts.noisy_canvas import NoisyCanvas
 from plait.schedule.drafts.slots import DraftSlots
-from plait.schedule.plan import FOLLOW, Chunk, Sampled, SamplingRow
+from plait.schedule.plan import FOLLOW, Chunk, Denoising, Sampled, SamplingRow
 from plait.state.blocks import root
 
 MOST_REPLAYED = 8  # tokens that are computed again in a step with a draft; of more, a step has no draft
@@ -80,8 +81,7 @@ class TokenSequence:
     none). `draft`: its draft tokens in that step; `draft_slots`: where it goes back to if they are wrong.
     `saved`: its state in host memory while it waits. `num_cached_tokens` of the prompt were not computed when
     it first ran, and `miss_cause` is why there were not more. `mirostat_mu`: mirostat's bound after its last
-    token; None: it has none yet. `canvas`: what it writes on, if its model fills canvases; its places are
-    the `draft` then.
+    token; None: it has none yet. `canvas`: what it writes on, if it does; its places are the `draft` then.
     """
 
     id: int
@@ -123,7 +123,7 @@ class TokenSequence:
     is_watched: bool = True
     mirostat_mu: float | None = None
     gang: Gang | None = None
-    canvas: Canvas | None = None
+    canvas: Canvas | NoisyCanvas | None = None
     is_penalized: bool = field(init=False)  # whether its sampler must know what came before
     is_unobserved: bool = field(init=False)  # whether the engine reads no token between two decode steps
     can_follow: bool = field(init=False)  # whether a decode can be planned before its token is known
@@ -198,7 +198,7 @@ class TokenSequence:
     @property
     def num_places(self) -> int:
         """Places of the canvas behind its tokens; 0 without one."""
-        is_written = self.canvas is not None and self.max_len > self.prompt_len
+        is_written = self.canvas and self.max_len > self.prompt_len
         return self.canvas.count_places(len(self.token_ids)) if self.canvas and is_written else 0
 
     @property
@@ -209,8 +209,8 @@ class TokenSequence:
     @property
     def most_computed(self) -> int:
         """The most tokens of it that are ever computed."""
-        is_whole = self.canvas is not None  # a canvas is in blocks that end with it or later
-        return self.max_len if is_whole else num_computed(self.prompt_len, self.max_len)
+        known = num_computed(self.prompt_len, self.max_len)
+        return self.canvas.find_end(self.max_len) if self.canvas else known
 
     @property
     def num_output_tokens(self) -> int:
@@ -264,6 +264,8 @@ class TokenSequence:
         self.tables, self.slot, self.draft_slots, self.draft = (), 0, None, ()
         self.in_step = self.awaited = self.num_pending = 0
         self.num_computed_tokens = self.num_recorded = 0
+        if self.canvas is not None:
+            self.canvas.restart()
 
     def take(self, answer: Sampled, end: int) -> None:
         """Keep what a step computed of the tokens before `end`: log-probabilities and hidden states."""
@@ -318,7 +320,7 @@ class TokenSequence:
         start, end = self.num_computed_tokens, self.num_computed_tokens + share
         self.in_step = step
         if self.canvas is not None and end > len(self.token_ids):
-            self.draft = self.canvas.open(len(self.token_ids))
+            self.draft = self.canvas.open(len(self.token_ids), self.seed)
         return Chunk(
             seq_id=self.id,
             start=start,
@@ -330,7 +332,13 @@ class TokenSequence:
             adapter=self.adapter,
             row_slots=self.draft_slots.rows if self.draft_slots else (),
             prompt=self.prompt_len if is_whole else 0,
+            denoising=self._denoising,
         )
+
+    @property
+    def _denoising(self) -> Denoising | None:
+        passed = self.canvas.denoising if self.canvas and self.draft else None
+        return Denoising(*passed) if passed else None
 
     def sampling_row(self, chunk: Chunk, places: Mapping[int, int]) -> SamplingRow:
         """What the sampler must know about its chunk of a step that was just planned.
@@ -364,21 +372,21 @@ class TokenSequence:
             num_candidates=self.gang.search.num_candidates if self.gang and self.gang.search else 0,
         )
 
-    def _row_of_canvas(self, canvas: Canvas) -> SamplingRow:
+    def _row_of_canvas(self, canvas: Canvas | NoisyCanvas) -> SamplingRow:
         """A token for every place, and how sure the model is of it."""
-        params, num_tokens = self.params, len(self.token_ids)
-        num_stopless = max(params.min_tokens + self.prompt_len - num_tokens, 0) if params.min_tokens else 0
+        num_tokens, least = len(self.token_ids), self.params.min_tokens
+        num_stopless = max(least + self.prompt_len - num_tokens, 0) if least else 0
+        params, seed, heat = canvas.choose_draws(self.params, self.seed)
         history, draft = canvas.list_past(self.token_ids) if self.is_penalized else ((), ())
         return SamplingRow(
-            *(params, len(self.draft), len(self.draft)),
-            position=num_tokens,
-            seed=self.seed,
+            *(params, len(self.draft), len(self.draft), num_tokens, seed),
             draft=draft,
             history=history,
             prompt_len=self.prompt_len,
             stop_token_ids=self.stop_token_ids if num_stopless else frozenset(),
             num_stopless=num_stopless,
-            is_scored=True,
+            is_scored=not heat,
+            entropy_at=heat,
         )
 
     def _negative_row(self, places: Mapping[int, int]) -> int:
@@ -389,12 +397,3 @@ class TokenSequence:
 def num_computed(prompt_len: int, max_len: int) -> int:
     """The most tokens of a sequence that are ever computed: the last one sampled is not."""
     return max(prompt_len, max_len - 1)
-
-
-class Update(Struct, frozen=True, gc=False):
-    """What one plan added to a sequence: its event, and what was accepted of the step's draft tokens."""
-
-    seq_id: int
-    event: Event
-    num_drafted: int = 0
-    num_accepted: int = 0

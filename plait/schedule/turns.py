@@ -14,10 +14,11 @@ from plait.errors import EngineError
 from plait.request import TokenLogprobs
 from plait.schedule.allocation import Allocation
 from plait.schedule.costs import LATE_S, LONGEST_S, SchedulerLimits, StepCosts, most_steps
+from plait.schedule.drafts.canvas import Canvas
 from plait.schedule.drafts.slots import DraftSlots
 from plait.schedule.drafts.turns import FEW_TURNS, MOST_STOPS, PlanTurns, count_decodes
-from plait.schedule.plan import Chunk, Sampled, StepPlan, Table
-from plait.schedule.sequence import TokenSequence, Update
+from plait.schedule.plan import Chunk, Sampled, StepPlan, Table, Update
+from plait.schedule.sequence import TokenSequence
 
 HEAD_SHARE = 0.5  # what a turn's drafts may take of the time of the step that checks them, where it is known
 
@@ -156,15 +157,20 @@ def advance_canvas(
 ) -> Update | None:
     """What a pass adds to a sequence with a canvas: its tokens once it is done; None before.
 
-    Only whole canvases count as computed, and only of known tokens: the last one's are computed once more.
+    Only known tokens count as computed, and where places see each other those of whole canvases: the last
+    one's are computed once more.
     """
     canvas, draft, seq.draft, seq.in_step = seq.canvas, seq.draft, (), 0
     assert canvas is not None
     end = min(chunk.end - len(draft), seq.num_tokens)
-    memory.settle(seq, end // canvas.spec.size * canvas.spec.size, accepted=True)
+    memory.settle(seq, canvas.count_final(end), accepted=True)
     found: tuple[TokenLogprobs, ...] = ()
-    if draft and answer is not None and answer.logprobs:
-        canvas.fill(answer.logprobs)
+    if draft and answer is not None:
+        if isinstance(canvas, Canvas):
+            canvas.fill(answer.logprobs or ())
+        elif passed := answer.denoised:
+            made = passed.likeliest, passed.entropies, answer.logprobs
+            canvas.fill(answer.token_ids, *made, seq.num_tokens, seq.seed)
         found = canvas.take(seq.max_len - seq.num_tokens, seq.stop_token_ids)
     if not found and not (seq.max_len <= seq.prompt_len and end == seq.num_tokens):
         return None

@@ -26,3 +26,25 @@ class CanvasSpec:
     def most_passes(self) -> int:
         """The most passes until a canvas is done."""
         return self.size + (0 if self.edit_threshold is None else self.edit_passes)
+
+
+@dataclass(frozen=True, slots=True)
+class NoisyCanvasSpec:
+    """Tokens are written `size` at a time out of random ones, in at most `most_passes` (DiffusionGemma).
+
+    A canvas begins behind the last token, wherever that is. A pass samples every place at a temperature that
+    falls from `hottest` to `coolest`. Places of least entropy keep that token, as many as have a sum within
+    `entropy_bound` in front of them (Ben-Hamu et al. 2025); others get a random one. The canvas is done when
+    the likeliest tokens have stayed the same for `stable_passes` and the mean entropy is below `confidence`.
+    """
+
+    size: int
+    most_passes: int = 48
+    coolest: float = 0.4
+    hottest: float = 0.8
+    entropy_bound: float = 0.1
+    stable_passes: int = 1
+    confidence: float = 0.005
+
+
+AnyCanvas = CanvasSpec | NoisyCanvasSpec

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from plait.spec.canvas import CanvasSpec
+from plait.spec.canvas import AnyCanvas
 
 UNLIMITED = float("inf")
 ClippedActivation = Literal["swiglu_oai", "swiglu_7", "swiglu_16", "swiglu_cut_7", "swiglu_cut_10", "situ"]
@@ -67,7 +67,8 @@ class TemperatureSpec:
 @dataclass(frozen=True, slots=True)
 class AttentionSpec(Mixer):
     """Grouped-query attention. `window` keys are visible to a query, itself included; `chunk`: they end with
-    the chunk of so many positions in which the query is (Llama 4, Rnj-1). `canvas`: see `CanvasSpec`.
+    the chunk of so many positions in which the query is (Llama 4, Rnj-1). `canvas`: see `CanvasSpec`;
+    `open_canvas`: tokens of a `NoisyCanvasSpec`'s canvas see each other.
 
     `qk_norm_over`: one head with a weight for all ("head"), one head with a weight of its own ("each"), or
     all heads as one vector ("all"). `sinks`: a logit per head in the softmax, of no token (gpt-oss);
@@ -88,6 +89,7 @@ class AttentionSpec(Mixer):
     window: int | None = None
     chunk: int | None = None
     canvas: int | None = None
+    open_canvas: bool = False
     softcap: float | None = None
     qk_norm: NormSpec | None = None  # before rope
     qk_norm_over: Literal["head", "each", "all"] = "head"
@@ -249,7 +251,8 @@ class BranchSpec:
     """One residual branch: x = x + scale * post_norm(mixer(norm(x))).
 
     `keep`: the residual is not x but `keep` times norm(x) (MiniMax-01). `aside`: what the norm alone reads,
-    norm(x + aside(x, embeddings)). `factor`: x is scaled by a learned number behind it (Gemma 4).
+    norm(x + aside(x, embeddings)). `factor`: x is scaled by a learned number behind it (Gemma 4); "canvas":
+    places of noisy canvases by another one.
     """
 
     name: str
@@ -259,7 +262,7 @@ class BranchSpec:
     scale: float = 1.0
     keep: float | None = None
     aside: AsideSpec | None = None
-    factor: bool = False
+    factor: bool | Literal["canvas"] = False
     source: str = ""  # the branch that has its weights; "": itself (HRM)
 
 
@@ -326,7 +329,8 @@ class ModelSpec:
     front: int | None = None
     hyper: HyperSpec | None = None
     mtp: MtpSpec | None = None  # which may have been left out of the files
-    canvas: CanvasSpec | None = None
+    canvas: AnyCanvas | None = None
+    canvas_mlp: MlpSpec | None = None  # reads what the last pass made of a place of a noisy canvas
 
     def branches(self) -> Iterator[tuple[str, BranchSpec]]:
         """Every branch with its name in our naming, `layers.3.attn`."""

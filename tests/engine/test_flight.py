@@ -9,8 +9,8 @@ import pytest
 from plait.engine.flight import count_decoded, count_steps
 from plait.request import Event
 from plait.schedule.drafts.turns import TurnsEnd
-from plait.schedule.plan import Chunk, Sampled, StepPlan
-from plait.schedule.sequence import MOST_REPLAYED, Update
+from plait.schedule.plan import Chunk, Sampled, StepPlan, Update
+from plait.schedule.sequence import MOST_REPLAYED
 
 
 def _chunk(start: int, count: int, num_logits: int) -> Chunk:

@@ -10,10 +10,10 @@ from plait.memory import BlockGroup
 from plait.request import SamplingParams, TokenLogprobs
 from plait.schedule.allocation import Allocation
 from plait.schedule.costs import SchedulerLimits, StepCosts
-from plait.schedule.plan import CopyBlock, CopySlot, Drop, Load, Sampled, Save, StepPlan
+from plait.schedule.plan import CopyBlock, CopySlot, Drop, Load, Sampled, Save, StepPlan, Update
 from plait.schedule.pools import CacheOptions
 from plait.schedule.scheduler import Scheduler
-from plait.schedule.sequence import Phase, TokenSequence, Update
+from plait.schedule.sequence import Phase, TokenSequence
 
 FULL = BlockGroup("full", None, ("a",))
 WINDOW = BlockGroup("window:6", 6, ("b",))

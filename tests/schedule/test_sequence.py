@@ -6,9 +6,8 @@ import pytest
 
 from plait.errors import EngineError
 from plait.schedule.attached import PooledHidden
-from plait.schedule.plan import Chunk, Sampled, StepPlan
+from plait.schedule.plan import Chunk, Sampled, StepPlan, Update
 from plait.schedule.scheduler import Scheduler
-from plait.schedule.sequence import Update
 from tests.schedule.test_scheduler import planned, scheduler, sequence, shape
 
 

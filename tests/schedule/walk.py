@@ -14,10 +14,10 @@ from plait.memory import BlockGroup
 from plait.request import SamplingParams
 from plait.schedule.allocation import Allocation
 from plait.schedule.costs import SchedulerLimits
-from plait.schedule.plan import Drop, SamplingBatch, Save, StepPlan
+from plait.schedule.plan import Drop, SamplingBatch, Save, StepPlan, Update
 from plait.schedule.pools import CacheOptions
 from plait.schedule.scheduler import Scheduler
-from plait.schedule.sequence import TokenSequence, Update
+from plait.schedule.sequence import TokenSequence
 from plait.state.blocks import PrefixIndex, extend
 from tests.schedule.memory_model import (
     BLOCK_NBYTES,

@@ -45,7 +45,7 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
     ),
     "it writes images, and Plait writes text": ("glm_image", "glm_image_text"),
     IMAGE: ("blip", "blip_text_model", "git"),
-    DIFFUSION: ("diffusion_gemma", "dream", "llada", "rnd1"),
+    DIFFUSION: ("dream", "llada", "rnd1"),
     DRAFTER: (
         *("gemma4_assistant", "gemma4_unified_assistant"),
         *("iquest_q1_mtp", "LlamaForCausalLMEagle", "LlamaForCausalLMEagle3", "EagleLlamaForCausalLM"),

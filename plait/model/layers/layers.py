@@ -38,6 +38,17 @@ class PagedIndex:
 
 
 @dataclass(frozen=True, slots=True)
+class CanvasRows:
+    """Which rows of a batch are places of noisy canvases: the last ones of their sequences."""
+
+    start: Tensor  # [S] int64: the position where the canvas of each sequence begins; its length: it has none
+    is_place: Tensor  # [T] bool
+    is_fresh: Tensor  # [L] bool: of each row of logits, whether this is the first pass of its canvas
+    sizes: tuple[int, ...]  # of each canvas, and the temperature of this pass
+    temperatures: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """A ragged batch: decodes first (one token each), then chunks of prompts.
 
@@ -55,6 +66,7 @@ class Batch:
     logit_rows: Tensor  # [L] int64: the rows of which logits are needed
     adapters: AdapterRows | None = None  # which adapter each token has; None: there are none
     prompts: Tensor | None = None  # [S] int64: tokens of each prompt, where a pass has whole sequences
+    canvas: CanvasRows | None = None  # None: there is no noisy canvas
     # What a layer's kernels leave for those of the layers behind it: the decoder starts each pass without.
     step: dict[object, Any] = field(default_factory=dict, compare=False)
 

@@ -33,6 +33,7 @@ def describe_attention(m: AttentionSpec) -> str:
     ends = f", up to the end of a chunk of {m.chunk}" if m.chunk else ""
     parts += [f"window {m.window}{ends}"] if m.window else []
     parts += [f"all of {m.canvas} tokens"] if m.canvas else []
+    parts += ["all of a canvas"] if m.open_canvas else []
     parts += [f"softcap {m.softcap:g}"] if m.softcap else []
     parts += [f"q and k normed{' last' if m.qk_norm_last else ''}"] if m.qk_norm else []
     parts += [f"both ways{' in prompts' if m.both_ways == 'prompt' else ''}"] if m.both_ways else []
@@ -81,6 +82,7 @@ class Attention:
         self.slopes = torch.tensor(s.slopes, device=w.target.device) if s.slopes else None
         self._more: dict[str, object] = {"chunk": s.chunk} if s.chunk else {}
         self._more |= {"canvas": s.canvas} if s.canvas else {}
+        sizes |= {"open_canvas": True} if s.open_canvas else {}
         sizes |= {"activations": w.target.activations, **self._more, **({"alibi": True} if s.slopes else {})}
         self._more |= {"slopes": self.slopes} if s.slopes else {}
         attends = (None, w.bind(full_attention)) if s.both_ways else None
@@ -130,6 +132,8 @@ class Attention:
         caches = cache["k"], cache["v"]
         where = (index.block_table, index.slot_mapping, batch.query_start, batch.seq_lens)
         how, more = (s.scale, s.window, s.softcap), self._more
+        if batch.canvas and s.open_canvas:
+            more = {**more, "canvas_start": batch.canvas.start}
         if self._place:
             to = (*caches, index.slot_mapping, batch.positions)
             q = self._place(q, k, v, *to, self._norms, self.rope.rotation if self.rope else None)

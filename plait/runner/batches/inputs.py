@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from plait.memory import BlockGroup
-from plait.model.layers.layers import Batch, PagedIndex
+from plait.model.layers.layers import Batch, CanvasRows, PagedIndex
 from plait.ops.low_rank import AdapterRows
 from plait.schedule.plan import Chunk, SamplingRow, StepPlan
 
@@ -102,6 +102,25 @@ def batch_of(plan: StepPlan, groups: Sequence[BlockGroup], tensors: Sequence[Ten
         logit_rows=rows,
         adapters=AdapterRows.of(adapters) if any(c.adapter for c in chunks) else None,
         prompts=ids.new_tensor([c.prompt for c in chunks]) if any(c.prompt for c in chunks) else None,
+        canvas=_find_canvases(chunks, positions, lens),
+    )
+
+
+def _find_canvases(chunks: Sequence[Chunk], positions: Tensor, lens: Tensor) -> CanvasRows | None:
+    """The noisy canvases of some chunks: their last tokens, those with logits."""
+    passes = [(c.num_logits, c.denoising) for c in chunks if c.denoising]
+    if not passes:
+        return None
+    sizes = [c.num_logits if c.denoising else 0 for c in chunks]
+    start = lens - lens.new_tensor(sizes)
+    counts = lens.new_tensor([len(c.token_ids) for c in chunks])
+    firsts = [one.is_first for size, one in passes for _ in range(size)]
+    return CanvasRows(
+        start=start,
+        is_place=positions >= start.repeat_interleave(counts, output_size=len(positions)),
+        is_fresh=torch.tensor(firsts, device=lens.device),
+        sizes=tuple(size for size, _ in passes),
+        temperatures=tuple(one.temperature for _, one in passes),
     )
 
 

@@ -20,7 +20,7 @@ from plait.ops.seed import uniform
 from plait.request import SamplingParams, TokenLogprobs
 from plait.runner.host.chain import ChainRow, draw, list_candidates
 from plait.runner.host.mirostat import choose_by_surprise
-from plait.schedule.plan import Sampled, SamplingBatch, SamplingRow
+from plait.schedule.plan import Denoised, Sampled, SamplingBatch, SamplingRow
 
 FLOOR = -9999.0  # log-probabilities stay finite: JSON has no infinity
 ROWS_AT_ONCE = 64  # of log-probabilities: [64, vocab] float32 in addition to the logits
@@ -82,9 +82,12 @@ class HostSampler:
         for row in rows:
             first, end = end, end + row.num_logits
             mine, at = tuple(ids[at : at + row.num_samples]), at + row.num_samples
-            scores = self._logprobs_of(logits, end - row.num_samples, row, mine)
+            found = self._denoise(logits[end - row.num_samples : end], row) if row.entropy_at else None
+            ids_of = found.likeliest if found else mine
+            scores = self._logprobs_of(logits, end - row.num_samples, row, ids_of)
             prompt = self._prompt_logprobs(logits, first, row) if row.prompt_targets else ()
-            answers.append(Sampled(mine, scores, prompt, mirostat_mu=tuple(bounds.get(id(row), ()))))
+            mu = tuple(bounds.get(id(row), ()))
+            answers.append(Sampled(mine, scores, prompt, mirostat_mu=mu, denoised=found))
         return answers
 
     def follow(
@@ -130,6 +133,16 @@ class HostSampler:
         for i in chained:
             ids[i] = _choose_by_chain(edited[i, : self.limit], draws[i], {} if bounds is None else bounds)
         return ids
+
+    def _denoise(self, logits: Floats, row: SamplingRow) -> Denoised:
+        """The likeliest token of each sample, and its entropy, of what settings leave."""
+        edited = self.cut_to_limit(self._edit_rows(logits, [(row, i) for i in range(row.num_samples)]))
+        ids: list[int] = self._ops.largest(edited)[0][: len(edited)].tolist()
+        # One by one: a row's bits must not depend on its neighbours.
+        logs = (
+            self._ops.log_softmax(edited[i : i + 1] / np.float32(row.entropy_at)) for i in range(len(ids))
+        )
+        return Denoised(tuple(ids), tuple(entropy_of(one[0]) for one in logs))
 
     def _draw_ids(self, logits: Floats, draws: Sequence[Draw]) -> list[int]:
         params = [row.params for row, _ in draws]
@@ -244,6 +257,12 @@ def guide(logits: Floats, rows: Sequence[SamplingRow], log_softmax: Callable[[Fl
         # A token that neither prompt allows has no number.
         guided[end - 1] = np.where(np.isneginf(positive) | np.isneginf(negative), -np.inf, mixed)[0]
     return guided
+
+
+def entropy_of(logs: Floats) -> float:
+    """The entropy in nats of a distribution, by its log-probabilities. -inf: it cannot be."""
+    there = logs[logs > -np.inf].astype(np.float64)
+    return float(-(np.exp(there) * there).sum())
 
 
 def best(values: Floats, k: int) -> Alternatives:

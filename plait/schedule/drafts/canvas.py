@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
-from plait.request import TokenLogprobs
+from plait.request import SamplingParams, TokenLogprobs
 from plait.spec.canvas import CanvasSpec
 
 
@@ -27,7 +27,26 @@ class Canvas:
         """The places of a canvas behind so many tokens."""
         return self.spec.size - num_tokens % self.spec.size
 
-    def open(self, num_tokens: int) -> tuple[int, ...]:
+    def restart(self) -> None:
+        """What its passes have left in memory is gone: it needs nothing of that."""
+
+    def find_end(self, max_len: int) -> int:
+        """The most tokens of a sequence with its canvas: one block holds both, whole."""
+        return max_len
+
+    def count_final(self, end: int) -> int:
+        """Of the first `end` known tokens those of which the state is final: of whole canvases."""
+        return end // self.spec.size * self.spec.size
+
+    @property
+    def denoising(self) -> None:
+        """The model needs to know nothing of a pass."""
+
+    def choose_draws(self, params: SamplingParams, seed: int) -> tuple[SamplingParams, int, float]:
+        """How a pass draws: as requested, and no entropies are needed."""
+        return params, seed, 0.0
+
+    def open(self, num_tokens: int, seed: int = 0) -> tuple[int, ...]:
         """The tokens to compute behind so many known ones: the mask in places that have none."""
         if not self._places:
             self._places = [None] * self.count_places(num_tokens)
