@@ -3,6 +3,7 @@
 `@pytest.mark.sampled(4)`, on a test or on some of its parameters, runs one in four of the marked cases.
 `sampled(4, each="name")` runs that share for every value of the parameter `name`, and one at least;
 `sampled(4, across="matrix")` of the cases of all tests with that word, where a matrix is several tests.
+Tests that `costly.txt` names run one in three of their cases, or of what a mark leaves.
 `@pytest.mark.drawn("b", "abc")` runs the cases of one letter, the same in all tests: what each of the letters
 needs, as a kernel that is compiled, is made for one of them.
 The commit decides which cases they are, so a run of one commit is the same everywhere.
@@ -25,6 +26,7 @@ from hypothesis import HealthCheck, settings
 from plait.version import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
+COSTLY, COSTLY_SHARE = ROOT / "tests" / "costly.txt", 3
 EVERY = "all"
 QUICK = "not slow"  # the marks that `make test` runs
 FEW_EXAMPLES, MANY_EXAMPLES = 50, 100  # of a test that draws its inputs, unless it says how many
@@ -84,18 +86,30 @@ def is_sampled(config: pytest.Config) -> bool:
 def find_left_out(items: list[pytest.Item], sample: str) -> set[str]:
     """The ids of marked cases that are in no sample of this name."""
     groups: defaultdict[tuple[str, str, int], list[str]] = defaultdict(list)
+    costly = read_costly()
     for item in items:
-        mark = item.get_closest_marker("sampled")
-        if mark is None or item.get_closest_marker("slow"):
+        mark, function = item.get_closest_marker("sampled"), item.nodeid.partition("[")[0]
+        if item.get_closest_marker("slow"):
+            continue
+        if mark is None:
+            if function in costly:
+                groups["costly", "", COSTLY_SHARE].append(item.nodeid)
             continue
         share, each, across = mark.args[0], mark.kwargs.get("each"), mark.kwargs.get("across")
+        share *= COSTLY_SHARE if function in costly else 1
         value = repr(item.callspec.params[each]) if each and isinstance(item, pytest.Function) else ""
-        groups[across or item.nodeid.partition("[")[0], value, share].append(item.nodeid)
+        groups[across or function, value, share].append(item.nodeid)
     left = {item.nodeid for item in items if is_left_out(item.get_closest_marker("drawn"), sample)}
     for (_, _, share), ids in groups.items():
         drawn = sorted(ids, key=lambda one: sha256(f"{sample} {one}".encode()).digest())
         left.update(drawn[-(-len(ids) // share) :])
     return left
+
+
+def read_costly(path: Path = COSTLY) -> frozenset[str]:
+    """The tests that take most of a run."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return frozenset(line for line in lines if line and not line.startswith("#"))
 
 
 def is_left_out(mark: pytest.Mark | None, sample: str) -> bool:

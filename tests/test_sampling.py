@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from plait.version import __version__
-from tests.sampling import QUICK, find_left_out, is_sampled, read_commit
+from tests.sampling import QUICK, find_left_out, is_sampled, read_commit, read_costly
 
 ROOT = Path(__file__).resolve().parent.parent
 MATRIX = """
@@ -109,3 +109,35 @@ def test_commits_draw_other_cases_and_in_time_all_of_them() -> None:
 def test_a_sample_is_named_by_the_commit_or_the_version(tmp_path: Path) -> None:
     assert re.fullmatch(r"[0-9a-f]{12,}|\d+\.\d+\.\d+", read_commit(ROOT))
     assert read_commit(tmp_path) == __version__
+
+
+def test_of_costly_tests_a_third_runs_and_in_time_all() -> None:
+    costly = sorted(read_costly())[:9]
+    items: list[Any] = [
+        SimpleNamespace(nodeid=name, get_closest_marker=lambda _: None)
+        for name in (*costly, "tests/test_a.py::test_of_little_cost")
+    ]
+    ran = [{item.nodeid for item in items} - find_left_out(items, f"commit {n}") for n in range(40)]
+    assert {len(one) for one in ran} == {4}
+    assert set.intersection(*ran) == {"tests/test_a.py::test_of_little_cost"}
+    assert set().union(*ran) == {item.nodeid for item in items}
+
+
+def test_every_costly_test_is_there() -> None:
+    for name in read_costly():
+        path, _, function = name.partition("::")
+        names = function.split("::")
+        assert any(one in (ROOT / path).read_text() for one in names), f"{name}: not in tests any more"
+
+
+def test_what_took_long_in_a_run_is_listed(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(
+        "3.00s call     tests/ops/test_a.py::test_it[1]\n1.50s call     tests/ops/test_a.py::test_it[b-c]\n"
+        "9.00s setup    tests/ops/test_b.py::test_it\n9.00s call     tests/e2e/test_c.py::test_it\n"
+        " 4.00s call     tests/test_d.py::TestWalk::runTest\n3.99s call     tests/test_d.py::test_e\n"
+    )
+    command = [sys.executable, "tools/list_costly_tests.py", str(log)]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    found = [line for line in ran.stdout.splitlines() if not line.startswith("#")]
+    assert found == ["tests/ops/test_a.py::test_it", "tests/test_d.py::TestWalk::runTest"]

@@ -78,7 +78,7 @@ def write(folder: Path, size: int = 8, strength: float = 0.02, **schedule: objec
 
 
 class Oracle:
-    """transformers' model in `folder`, and the parts of its loop, with draws that are the likeliest tokens."""
+    """transformers' model in `folder`, and its loop, where draws are the likeliest tokens."""
 
     def __init__(self, folder: Path) -> None:
         self.model: Any = transformers.DiffusionGemmaForBlockDiffusion.from_pretrained(

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
+from plait.errors import InvalidField, UnsupportedModel
 from plait.llm.llm import LLM
 from plait.request import SamplingParams
+from plait.spec.canvas import NoisyCanvasSpec
+from plait.spec.values import decode_spec_value, encode_spec_value
 from tests.families import noisy_canvases
 from tests.families.noisy_canvases import Oracle
+from tests.families.parity import Memory, resolved
 
 PROMPTS = [[3, 4, 5], [*range(2, 40)], [7] * 16, [*range(50, 71)]]
 OPTIONS: dict[str, Any] = dict(
     device="cpu", dtype="float32", max_model_len=128, startup_image="off", packed_cache="off"
 )
+ENTROPY_40 = {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": 40.0}
+FEW_BYTES = 90_000
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +45,100 @@ def likeliest(**more: Any) -> SamplingParams:
 
 
 def test_texts_are_those_of_the_published_loop(folder: Path, model: LLM) -> None:
-    oracle = Oracle(folder)
-    wanted = [oracle.write(prompt, 21, 11) for prompt in PROMPTS]
+    wanted = [Oracle(folder).write(prompt, 21, 11) for prompt in PROMPTS]
     found = model.generate(PROMPTS, likeliest())
-    assert [one.outputs[0].token_ids for one in found] == [tokens for tokens, _ in wanted]
-    passes = [one.outputs[0].trace.num_steps for one in found]
-    assert passes == [count for _, count in wanted]
-    assert min(passes) < 18 <= max(passes), "some canvases end before the last pass, and some do not"
+    assert [list(one.outputs[0].token_ids) for one in found] == [tokens for tokens, _ in wanted]
+    assert [one.outputs[0].trace.num_steps for one in found] == [count for _, count in wanted]
+
+
+@pytest.mark.parametrize(
+    ("strength", "schedule"),
+    [
+        (0.15, {"max_denoising_steps": 3}),  # of which last bits do not grow so far
+        (0.02, {"sampler_config": ENTROPY_40, "confidence_threshold": 5.0, "max_denoising_steps": 60}),
+        (0.02, {"sampler_config": ENTROPY_40, "confidence_threshold": 5.0, "stability_threshold": 0}),
+    ],
+    ids=["what a pass hears", "a canvas that is stable", "a canvas that is sure"],
+)
+def test_schedules_are_the_checkpoints_own(
+    strength: float, schedule: Mapping[str, object], tmp_path: Path
+) -> None:
+    noisy_canvases.write(tmp_path, strength=strength, **schedule)
+    wanted = [Oracle(tmp_path).write(prompt, 16, 11) for prompt in PROMPTS]
+    with LLM(str(tmp_path), **OPTIONS, max_num_seqs=3) as loaded:
+        found = loaded.generate(PROMPTS, likeliest(max_tokens=16))
+    assert [list(one.outputs[0].token_ids) for one in found] == [tokens for tokens, _ in wanted]
+    passes = [count for _, count in wanted]
+    assert [one.outputs[0].trace.num_steps for one in found] == passes
+    most = 2 * int(schedule.get("max_denoising_steps", 6))  # type: ignore[call-overload]
+    assert (max(passes) < most) == (strength < 0.1), "a canvas ends early where that is the point"
+
+
+def test_texts_do_not_depend_on_steps(folder: Path, model: LLM) -> None:
+    drawn = SamplingParams(temperature=1.0, seed=5, max_tokens=21, presence_penalty=0.5, n=2, top_p=0.9)
+    wanted = [[tuple(one.token_ids) for one in found.outputs] for found in model.generate(PROMPTS, drawn)]
+    assert len({ids for both in wanted for ids in both}) == 2 * len(PROMPTS)
+    with LLM(str(folder), **OPTIONS, max_num_seqs=1, max_num_batched_tokens=16, block_size=16) as other:
+        assert [found_in(other, [p], drawn)[0] for p in PROMPTS] == wanted
+    again = model.generate([PROMPTS[1]], drawn)
+    assert again[0].num_cached_tokens == 32, "prompts are cached by whole blocks"
+    assert [tuple(one.token_ids) for one in again[0].outputs] == wanted[1]
+    with LLM(str(folder), **OPTIONS, max_num_seqs=4, memory_limit=FEW_BYTES) as narrow:
+        assert found_in(narrow, PROMPTS, drawn) == wanted
+        assert narrow.stats()["num_preemptions"] > 0
+
+
+def found_in(model: LLM, prompts: list[list[int]], params: SamplingParams) -> list[list[tuple[int, ...]]]:
+    return [[tuple(one.token_ids) for one in found.outputs] for found in model.generate(prompts, params)]
+
+
+def test_a_reply_ends_with_its_stop_token_and_never_before_min_tokens(model: LLM) -> None:
+    whole = model.generate(PROMPTS[:1], likeliest(logprobs=1))[0].outputs[0]
+    stop = whole.token_ids[5]
+    first = whole.token_ids.index(stop)
+    found = model.generate(PROMPTS[:1], likeliest(stop_token_ids=[stop]))[0].outputs[0]
+    assert (found.token_ids, found.finish_reason) == (whole.token_ids[:first], "stop")
+    later = model.generate(PROMPTS[:1], likeliest(stop_token_ids=[stop], min_tokens=7))[0].outputs[0]
+    assert stop not in later.token_ids[:7]
+    assert whole.logprobs is not None
+    assert len(whole.logprobs) == len(whole.token_ids)
+    assert all(token in place for token, place in zip(whole.token_ids, whole.logprobs, strict=True))
+
+
+def test_the_last_canvas_ends_with_the_longest_sequence(model: LLM) -> None:
+    found = model.generate([[*range(2, 93)] + [7] * 30], likeliest(max_tokens=7))[0].outputs[0]
+    assert (len(found.token_ids), found.finish_reason) == (7, "length")
+
+
+def test_a_grammar_is_refused_by_name(model: LLM) -> None:
+    with pytest.raises(InvalidField, match=r"^prompt_logprobs: this model fills the places of a canvas"):
+        model.generate(PROMPTS[:1], likeliest(prompt_logprobs=0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"canvas_length": 0}, "canvas_length is 0; expected is a number from 1 to 1024"),
+        ({"canvas_length": True}, "canvas_length is True"),
+        ({"max_denoising_steps": "9"}, "max_denoising_steps is '9'"),
+        ({"t_max": 3.0}, "t_max is 3.0; expected is above 0 and at most 1"),
+        ({"t_min": 0.95}, "t_min is 0.95; expected is above 0 and at most 0.9"),
+        ({"sampler_config": {"_cls_name": "Other"}}, "sampler_config is"),
+        ({"sampler_config": {}}, "entropy_bound is None"),
+        ({"confidence_threshold": float("nan")}, "confidence_threshold is nan"),
+    ],
+)
+def test_configs_that_make_no_canvas_are_refused(
+    folder: Path, changes: Mapping[str, object], words: str
+) -> None:
+    config = json.loads((folder / "config.json").read_text()) | noisy_canvases.SCHEDULE
+    tensors = Memory(load_file(folder / "model.safetensors"))
+    with pytest.raises(UnsupportedModel, match=words):
+        resolved(tensors, {**config, **changes})
+
+
+def test_its_spec_reaches_other_processes(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text()) | noisy_canvases.SCHEDULE
+    spec = resolved(Memory(load_file(folder / "model.safetensors")), config).spec
+    assert spec.canvas == NoisyCanvasSpec(8, 6, 0.3, 0.9, 1.5, 1, 0.2)
+    assert decode_spec_value(encode_spec_value(spec)) == spec
