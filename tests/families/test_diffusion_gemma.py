@@ -24,7 +24,7 @@ OPTIONS: dict[str, Any] = dict(
     device="cpu", dtype="float32", max_model_len=128, startup_image="off", packed_cache="off"
 )
 ENTROPY_40 = {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": 40.0}
-FEW_BYTES = 90_000
+FEW_BYTES = 445_440
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +55,8 @@ def test_texts_are_those_of_the_published_loop(folder: Path, model: LLM) -> None
     ("strength", "schedule"),
     [
         (0.15, {"max_denoising_steps": 3}),  # of which last bits do not grow so far
-        (0.02, {"sampler_config": ENTROPY_40, "confidence_threshold": 5.0, "max_denoising_steps": 60}),
-        (0.02, {"sampler_config": ENTROPY_40, "confidence_threshold": 5.0, "stability_threshold": 0}),
+        (0.0, {"sampler_config": ENTROPY_40, "confidence_threshold": 5.0, "max_denoising_steps": 60}),
+        (0.0, {"sampler_config": ENTROPY_40, "confidence_threshold": 5.0, "stability_threshold": 0}),
     ],
     ids=["what a pass hears", "a canvas that is stable", "a canvas that is sure"],
 )
@@ -71,7 +71,7 @@ def test_schedules_are_the_checkpoints_own(
     passes = [count for _, count in wanted]
     assert [one.outputs[0].trace.num_steps for one in found] == passes
     most = 2 * int(schedule.get("max_denoising_steps", 6))  # type: ignore[call-overload]
-    assert (max(passes) < most) == (strength < 0.1), "a canvas ends early where that is the point"
+    assert (min(passes) < most) == (strength < 0.1), "a canvas ends early where that is the point"
 
 
 def test_texts_do_not_depend_on_steps(folder: Path, model: LLM) -> None:
@@ -84,8 +84,9 @@ def test_texts_do_not_depend_on_steps(folder: Path, model: LLM) -> None:
     assert again[0].num_cached_tokens == 32, "prompts are cached by whole blocks"
     assert [tuple(one.token_ids) for one in again[0].outputs] == wanted[1]
     with LLM(str(folder), **OPTIONS, max_num_seqs=4, memory_limit=FEW_BYTES) as narrow:
-        assert found_in(narrow, PROMPTS, drawn) == wanted
-        assert narrow.stats()["num_preemptions"] > 0
+        found = narrow.generate(PROMPTS, drawn)
+        assert [[tuple(one.token_ids) for one in each.outputs] for each in found] == wanted
+        assert any(one.trace.num_preemptions for each in found for one in each.outputs)
 
 
 def found_in(model: LLM, prompts: list[list[int]], params: SamplingParams) -> list[list[tuple[int, ...]]]:

@@ -198,7 +198,16 @@ def _check_sizes(where: str, part: Any, ropes: Ropes) -> None:
         value = getattr(part, f.name)
         # No part of such a key is for positions.
         is_unrotated = f.name == "rope_dim" and value == 0 and part.rope is None
-        counts_from_0 = f.name in ("mimo_rank", "block", "index", "first", "local", "end", "mask_token")
+        counts_from_0 = f.name in (
+            "mimo_rank",
+            "block",
+            "index",
+            "first",
+            "local",
+            "end",
+            "mask_token",
+            "stable_passes",
+        )
         if not counts_from_0 and not is_unrotated:
             _check_value(f"{where}: {f.name}", str(f.type), value)
         if isinstance(value, RopeSpec):
