@@ -55,6 +55,16 @@ def test_an_option_without_effect_is_named_with_the_reason(
     assert all(line.startswith(start) for line, start in zip(found, lines, strict=True)), found
 
 
+def test_edits_of_canvases_are_read_by_models_that_fill_them() -> None:
+    how: dict[str, bool] = dict(causal=True, is_on_gpu=False)
+    both = EngineConfig(canvas_edit_threshold=0.0, canvas_edit_passes=4)
+    assert list_unread(both, {"a": KEYS}, **how, has_canvas=True) == []
+    (line,) = list_unread(both, {"a": KEYS}, **how, has_canvas=False)
+    assert line.startswith("canvas_edit_threshold, canvas_edit_passes: without effect: this model writes one")
+    (line,) = list_unread(EngineConfig(canvas_edit_passes=4), {"a": KEYS}, **how, has_canvas=True)
+    assert line == "canvas_edit_passes: without effect: there is no canvas_edit_threshold"
+
+
 def test_a_threshold_of_canvases_is_read_by_models_that_fill_them() -> None:
     config = EngineConfig(canvas_threshold=0.5)
     how: dict[str, bool] = dict(causal=True, is_on_gpu=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,20 @@ def write(name: str, folder: Path, size: int | None = None) -> tuple[Config, dic
         config, tensors = as_published(base, config, tensors)
     own = {"architectures": [ARCHITECTURES[name]], "model_type": name}
     return {**config, **own, "block_size": size or SIZES[name], "mask_token_id": MASK}, tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Edited:
+    """What the published loop with edits writes, and with which log-probability each token was chosen.
+
+    `replaced`: the tokens that were in a place for a while. `spent`: the passes over each canvas without
+    masks that counted, those in which nothing changed among them.
+    """
+
+    token_ids: list[int]
+    scores: list[float]
+    replaced: list[int]
+    spent: list[int]
 
 
 class Oracle:
@@ -77,6 +92,56 @@ class Oracle:
                 passes += 1
             text += [t for t in canvas if t is not None]
         return text[len(ids) : len(ids) + count], passes
+
+    def edit(
+        self,
+        ids: Sequence[int],
+        count: int,
+        threshold: float,
+        least: float,
+        passes: int = 16,
+        presence: float = 0.0,
+    ) -> Edited:
+        """The next `count` tokens, as the published loop fills and replaces them ("joint threshold").
+
+        least: a token is replaced by one with more probability; passes: the most over a canvas without
+        masks; presence: the penalty of tokens that come before a place.
+        """
+        text, scores, replaced, spent = list(ids), list[float](), list[int](), list[int]()
+        while len(text) < len(ids) + count:
+            canvas = [MASK] * (self.size - len(text) % self.size)
+            sure, post = [0.0] * len(canvas), 0
+            while True:
+                found, sures = self._choose(text, canvas, text[len(ids) :], presence)
+                masked = [i for i, token in enumerate(canvas) if token == MASK]
+                post += not masked
+                if post > passes:
+                    break
+                changed = [i for i in masked if sures[i] > math.log(threshold)]
+                if masked and not changed:
+                    changed = [max(masked, key=lambda i: sures[i])]
+                for i, token in enumerate(canvas):
+                    if token not in (MASK, found[i]) and sures[i] > (math.log(least) if least else -math.inf):
+                        changed.append(i)
+                        replaced.append(token)
+                if not changed:
+                    break
+                for i in changed:
+                    canvas[i], sure[i] = found[i], sures[i]
+            text, scores, spent = text + canvas, scores + sure, [*spent, min(post, passes)]
+        return Edited(text[len(ids) : len(ids) + count], scores[:count], replaced, spent)
+
+    def _choose(
+        self, text: Sequence[int], canvas: Sequence[int], output: Sequence[int], presence: float
+    ) -> tuple[list[int], list[float]]:
+        """(the likeliest token of each place, its log-probability without the penalty)."""
+        logits = self.logits([*text, *canvas])[len(text) :]
+        penalised = logits.clone()
+        for i in range(len(canvas)):
+            penalised[i, [*{*output, *canvas[:i]}]] -= presence
+        penalised[:, MASK] = -math.inf
+        ids = penalised.argmax(-1)
+        return ids.tolist(), logits.log_softmax(-1).gather(1, ids[:, None])[:, 0].tolist()
 
 
 def save(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

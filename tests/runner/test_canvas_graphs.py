@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,24 @@ def test_texts_are_those_of_the_published_loop(decoder: Decoder, tmp_path: Path)
     found, _ = run(decoder, has_graphs=True)
     for i, prompt in enumerate(PROMPTS):
         assert found[f"0r{i}"] == oracle.fill(prompt, 11, 0.95)[0]
+
+
+def test_captured_passes_replace_tokens_as_the_published_loop_does(decoder: Decoder, tmp_path: Path) -> None:
+    assert decoder.spec.canvas is not None
+    edits = replace(decoder.spec.canvas, threshold=0.05, edit_threshold=0.0)
+    edited = copy(decoder)
+    edited.spec = replace(decoder.spec, canvas=edits)
+    plain, _ = run(edited, has_graphs=False)
+    found, side = run(edited, has_graphs=True)
+    assert found == plain
+    assert side.replay.checks is not None
+    assert side.replay.checks.graphs
+    config, _ = canvases.write("sdar", tmp_path, 4)
+    oracle = Oracle(tmp_path, config["block_size"])
+    for turn, presence in ((0, 0.0), (2, 0.6)):
+        wanted = [oracle.edit(prompt, 11, 0.05, 0.0, presence=presence) for prompt in PROMPTS]
+        assert any(one.replaced for one in wanted)
+        assert [found[f"{turn}r{i}"] for i in range(len(PROMPTS))] == [one.token_ids for one in wanted]
 
 
 def test_scores_of_draws_are_log_probabilities_of_the_logits() -> None:

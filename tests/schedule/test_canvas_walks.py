@@ -6,10 +6,11 @@ computed before its canvas was done is never taken for the right one.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -26,6 +27,7 @@ from plait.spec.canvas import CanvasSpec
 from tests.schedule.memory_model import BLOCK_NBYTES, ModelMemory
 
 SPEC = CanvasSpec(size=4, mask_token=99, threshold=0.5)
+EDITS = CanvasSpec(size=4, mask_token=99, threshold=0.5, edit_threshold=0.6, edit_passes=3)
 FULL = BlockGroup("full", None, ("a",))
 BLOCK, VOCAB_SIZE, LONGEST = 8, 11, 48
 
@@ -51,6 +53,7 @@ class Ask:
     params: SamplingParams
     stops: frozenset[int]
     seed: int
+    spec: CanvasSpec = SPEC
 
     def write(self) -> tuple[list[TokenLogprobs], FinishReason]:
         """The text of this sequence alone, canvas by canvas, and why it ends."""
@@ -59,22 +62,38 @@ class Ask:
         while len(self.prompt) + len(text) < self.max_len:
             known = [*self.prompt, *(one.token_id for one in text)]
             places: list[TokenLogprobs | None] = [None] * (SPEC.size - len(known) % SPEC.size)
-            while None in places:
+            passes = 0  # that a canvas without masks may still get
+            while None in places or passes:
                 seen = [*known, *(SPEC.mask_token if p is None else p.token_id for p in places)]
-                found = {
-                    i: choose(seen, len(known) + i, self.seed, self.forbidden(len(known) + i))
-                    for i, place in enumerate(places)
-                    if place is None
-                }
-                best = max(found, key=lambda i: (found[i].logprob, -i))
-                for i, one in found.items():
-                    if one.logprob > -0.6931471805599453 or i == best:
-                        places[i] = one
+                found = [
+                    choose(seen, len(known) + i, self.seed, self.forbidden(len(known) + i))
+                    for i in range(len(places))
+                ]
+                was_full, passes = None not in places, passes - 1
+                if not (changed := self.list_changes(places, found)):
+                    break
+                for i in changed:
+                    places[i] = found[i]
+                if not was_full:
+                    passes = 0 if self.spec.edit_threshold is None else self.spec.edit_passes
             text += [place for place in places if place is not None]
             for i, one in enumerate(text[:most]):
                 if one.token_id in self.stops and i >= self.params.min_tokens:
                     return text[:i], "stop"
         return text[:most], "length"
+
+    def list_changes(self, old: Sequence[TokenLogprobs | None], new: Sequence[TokenLogprobs]) -> list[int]:
+        """The places that get what a pass sampled for them."""
+        free = [i for i, place in enumerate(old) if place is None]
+        changed = [i for i in free if new[i].logprob > math.log(self.spec.threshold)]
+        if free and not changed:
+            changed = [max(free, key=lambda i: (new[i].logprob, -i))]
+        if self.spec.edit_threshold is not None:
+            for i, place in enumerate(old):
+                is_other = place is not None and place.token_id != new[i].token_id
+                if is_other and new[i].logprob > math.log(self.spec.edit_threshold):
+                    changed.append(i)
+        return changed
 
     def forbidden(self, position: int) -> frozenset[int]:
         return self.stops if position - len(self.prompt) < self.params.min_tokens else frozenset()
@@ -150,14 +169,26 @@ class World:
     def submit(self, ask: Ask, num_choices: int = 1) -> None:
         sequences = []
         for index in range(num_choices):
-            self._ids += 1
-            own = Ask(ask.prompt, ask.max_len, ask.params, ask.stops, ask.seed + index)
-            given = ([*own.prompt], own.params, own.stops, own.max_len, own.seed)
-            sequences.append(
-                TokenSequence(self._ids, f"r{self._ids - index}", index, *given, canvas=Canvas(SPEC))
-            )
+            own = replace(ask, seed=ask.seed + index)
+            sequences.append(self._make(own, f"r{self._ids + 1 - index}", index, own.prompt))
             self.asks[self._ids], self.texts[self._ids], self.scores[self._ids] = own, [*own.prompt], []
         self.s.add(*sequences)
+
+    def _make(self, ask: Ask, request_id: str, index: int, tokens: Sequence[int]) -> TokenSequence:
+        """A sequence of which these tokens are known."""
+        self._ids += 1
+        given, prompt_len = (ask.params, ask.stops, ask.max_len, ask.seed), len(ask.prompt)
+        how = dict(prompt_len=prompt_len, canvas=Canvas(ask.spec))
+        return TokenSequence(self._ids, request_id, index, [*tokens], *given, **how)  # type: ignore[arg-type]
+
+    def resume(self, seq_id: int) -> None:
+        """Go on with a sequence in another one, as after a crash."""
+        self.s.cancel(seq_id)
+        seq = self._make(self.asks[seq_id], f"r{self._ids + 1}", 0, self.texts[seq_id])
+        for kept in (self.asks, self.texts, self.scores):
+            kept[seq.id] = kept.pop(seq_id)  # type: ignore[attr-defined]
+        self.s.add(seq)
+        self.counts["resumed"] += len(self.texts[seq.id]) > len(self.asks[seq.id].prompt)
 
     def step(self, *, fails: bool = False) -> None:
         plan = self.s.plan()
@@ -197,37 +228,40 @@ class World:
             del kept[seq_id]
 
 
-def draw_ask(rng: random.Random, heads: Sequence[tuple[int, ...]]) -> Ask:
+def draw_ask(rng: random.Random, heads: Sequence[tuple[int, ...]], spec: CanvasSpec) -> Ask:
     own = tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 12)))
     prompt = (*rng.choice(heads), *own)
     length = rng.choice([0, 1, 3, 9, 20])
     least = rng.randrange(min(length, 4) + 1)
     params = SamplingParams(max_tokens=length, min_tokens=least, logprobs=rng.choice([None, 0]))
     stops = frozenset(rng.sample(range(VOCAB_SIZE), rng.choice([0, 0, 1])))
-    return Ask(prompt, min(len(prompt) + length, LONGEST), params, stops, rng.randrange(1000))
+    return Ask(prompt, min(len(prompt) + length, LONGEST), params, stops, rng.randrange(1000), spec)
 
 
+@pytest.mark.parametrize("spec", [SPEC, EDITS], ids=["kept", "edited"])
 @pytest.mark.parametrize("num_blocks", [40, 9])
 @pytest.mark.parametrize("host_nbytes", [0, 40 * BLOCK_NBYTES])
-def test_each_text_is_that_of_its_sequence_alone(num_blocks: int, host_nbytes: int) -> None:
+def test_each_text_is_that_of_its_sequence_alone(spec: CanvasSpec, num_blocks: int, host_nbytes: int) -> None:
     rng = random.Random(num_blocks + host_nbytes)
     heads = [(), *(tuple(rng.randrange(VOCAB_SIZE) for _ in range(n)) for n in (9, 16, 25))]
     world = World(num_blocks=num_blocks, budget=33, host_nbytes=host_nbytes)
     world.s.costs.prefers_moving = lambda nbytes, tokens: rng.random() < 0.5  # type: ignore[method-assign]
     for _ in range(900):
         if len(world.asks) < 12 and rng.random() < 0.3:
-            world.submit(draw_ask(rng, heads), rng.choice([1, 1, 1, 3]))
+            world.submit(draw_ask(rng, heads, spec), rng.choice([1, 1, 1, 3]))
         if world.asks and rng.random() < 0.02:
             world.cancel(rng.choice([*world.asks]))
+        if world.asks and rng.random() < 0.1:
+            world.resume(rng.choice([*world.asks]))
         world.step(fails=bool(world.asks) and rng.random() < 0.01)
     while world.asks:
         world.step()
     stats = world.s.stats()
     assert stats["num_free_blocks"] + stats["num_cached_blocks"] == num_blocks
     assert world.s.cache_counts["hit_tokens"] > 0
-    assert all(world.counts[name] > 10 for name in ("shared", "cut", "events", "stop", "length")), (
-        world.counts
-    )
+    assert all(
+        world.counts[name] > 10 for name in ("shared", "cut", "events", "stop", "length", "resumed")
+    ), world.counts
     assert num_blocks > 9 or world.s.num_preemptions > 20
     assert (world.s.num_swaps > 0) == (num_blocks == 9 and host_nbytes > 0)
 
@@ -237,7 +271,7 @@ def test_a_canvas_keeps_what_is_sure_and_else_the_likeliest() -> None:
     assert canvas.open(6) == (99, 99)
     canvas.fill([TokenLogprobs(1, -3.0), TokenLogprobs(2, -2.0)])
     assert canvas.open(6) == (99, 2)
-    assert canvas.list_filled() == [2]
+    assert canvas.list_past([7] * 6) == ((7,) * 6 + (2,), ())
     assert canvas.take(9, ()) == ()
     canvas.fill([TokenLogprobs(3, -9.0), TokenLogprobs(4, 0.0)])
     assert [one.token_id for one in canvas.take(9, ())] == [3, 2]
@@ -254,3 +288,44 @@ def test_a_canvas_is_done_when_its_first_tokens_end_the_sequence() -> None:
     )
     assert canvas.take(3, {9}) == ()
     assert [one.token_id for one in canvas.take(2, ())] == [1, 2]
+
+
+def fill(canvas: Canvas, *sampled: tuple[int, float]) -> tuple[int, ...]:
+    """The tokens of a canvas after a pass; () if it is not done, else it is empty then."""
+    canvas.fill([TokenLogprobs(token, math.log(p)) for token, p in sampled])
+    return tuple([one.token_id for one in canvas.take(9, {5})])
+
+
+def test_a_token_is_replaced_until_a_pass_changes_nothing() -> None:
+    canvas = Canvas(replace(EDITS, edit_threshold=0.2, edit_passes=9))
+    assert canvas.open(6) == (99, 99)
+    assert fill(canvas, (5, 0.9), (2, 0.3)) == ()
+    assert canvas.open(6) == (5, 99)  # ends no text, because it may change
+    assert canvas.list_past([7] * 6) == ((7,) * 6, (5, 99))
+    assert fill(canvas, (1, 0.3), (2, 0.6)) == ()
+    assert canvas.open(6) == (1, 2)
+    assert fill(canvas, (1, 0.1), (3, 0.21)) == ()
+    assert fill(canvas, (4, 0.19), (3, 0.1)) == (1, 3)
+    assert canvas.open(8) == (99,) * 4
+
+
+def test_what_is_kept_has_the_score_of_the_pass_that_wrote_it() -> None:
+    canvas = Canvas(replace(EDITS, edit_threshold=0.0))
+    canvas.open(7)
+    scores = [TokenLogprobs(1, -0.1), TokenLogprobs(2, -9.0), TokenLogprobs(2, -0.3)]
+    for one in scores:
+        assert canvas.take(9, ()) == ()
+        canvas.fill([one])
+    assert canvas.take(9, ()) == (scores[1],)
+
+
+@pytest.mark.parametrize("passes", [0, 1, 2, 5])
+def test_so_many_passes_edit_a_canvas_without_masks(passes: int) -> None:
+    canvas = Canvas(replace(EDITS, edit_passes=passes))
+    for _ in range(2):  # each canvas has as many
+        canvas.open(6)
+        assert fill(canvas, (1, 0.4), (2, 0.8)) == ()
+        for token in range(passes):
+            assert fill(canvas, (1, 0.6 + token), (10 + token % 2, 0.9)) == ()
+        expected = (1, 10 + passes % 2)
+        assert fill(canvas, (1, 0.9), (10 + passes % 2, 0.9)) == expected
