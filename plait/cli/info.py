@@ -312,7 +312,8 @@ def fit_facts(opened: Opened, states: Mapping[str, State], dtype: str, config: E
     spec, weights = opened.resolved.spec, opened.nbytes
     device, free, total = device_memory(config)
     facts: Facts = {"device": device, "free": free, "weights": weights, "why_not": None}
-    model = ModelFacts(states=states, max_len=spec.max_len, dtype=dtype, causal=spec.causal)
+    tail = spec.canvas.tail if spec.canvas else 0
+    model = ModelFacts(states=states, max_len=spec.max_len, dtype=dtype, causal=spec.causal, tail=tail)
     context = min(config.max_model_len or spec.max_len, spec.max_len)
     if weights > free:
         facts["why_not"] = f"the weights take {bytes_text(weights)}"

@@ -56,7 +56,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner, self.scheduler, self.speculation, self.clock = runner, scheduler, speculation, clock
-        self._maker = SequenceMaker(canvas := scheduler.limits.canvas, (vocab_size, max_model_len))
+        self._maker = SequenceMaker(canvas := scheduler.limits.canvas, vocab_size)
         self.limits = RequestLimits(vocab_size, max_model_len, has_canvas=canvas is not None)
         self.metrics, self.adapters, self.guided = Metrics(scheduler, clock), no_adapters(), guided
         self._requests: dict[str, OpenRequest] = {}

@@ -127,7 +127,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     """What sizing must know about a model: its own longest sequence, the dtype it computes in, its states.
 
     `both_ways`: its attention keeps no state, and yet has places for `max_len` tokens only. `has_canvas`: it
-    writes on canvases.
+    fills canvases; `tail`: places of one behind the longest sequence.
     """
 
     states: Mapping[str, State]
@@ -136,6 +136,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     causal: bool = True
     both_ways: bool = False
     has_canvas: bool = False
+    tail: int = 0
 
 
 def fit_canvas(config: EngineConfig, canvas: AnyCanvas | None) -> EngineConfig:
@@ -263,7 +264,7 @@ class _StateMemory:
     """What the state of sequences of a model needs, as a function of their length."""
 
     def __init__(self, model: ModelFacts, config: EngineConfig) -> None:
-        self.config, self.groups = config, block_groups(model.states)
+        self.config, self.groups, self.tail = config, block_groups(model.states), model.tail
         slots = (s for s in model.states.values() if isinstance(s, SlotState))
         self.nbytes_per_slot = sum(s.nbytes_per_slot(model.dtype) for s in slots)
         # A group is bounded if a sequence's share of it has a bound however long it gets.
@@ -277,7 +278,7 @@ class _StateMemory:
     def num_blocks(self, group: BlockGroup, length: int) -> int:
         """Blocks of a group for all sequences at once, and the garbage block."""
         seqs, size = self.config.max_num_seqs, self.config.block_size
-        full = seqs * -(-length // size)
+        full = seqs * -(-(length + self.tail) // size)
         if group.name not in self.bounded:
             return full + 1
         # In one step at most max_num_batched_tokens new tokens, of all sequences together, add to windows.
@@ -292,7 +293,7 @@ class _StateMemory:
 
     def one_sequence_nbytes(self, length: int) -> int:
         """The least memory in which one sequence of `length` can run, the fixed part included."""
-        blocks = -(-length // self.config.block_size) + 1
+        blocks = -(-(length + self.tail) // self.config.block_size) + 1
         growing = (nbytes for name, nbytes in self.nbytes_per_block.items() if name not in self.bounded)
         return self.fixed_nbytes(length) + blocks * sum(growing)
 

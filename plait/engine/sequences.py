@@ -26,10 +26,11 @@ NO_GUIDES: tuple[GrammarGuide | None, ...] = (None,)
 
 class SequenceMaker:
     """Makes sequences, with ids that no other has. `canvas`: what each writes on, if the model does;
-    `sizes`: of the vocabulary, and of the longest sequence."""
+    `vocab_size`: how many tokens there are."""
 
-    def __init__(self, canvas: AnyCanvas | None = None, sizes: tuple[int, int] = (0, 0)) -> None:
-        self._ids, self._seeds, self._canvas, self._sizes = count(1), random.SystemRandom(), canvas, sizes
+    def __init__(self, canvas: AnyCanvas | None = None, vocab_size: int = 0) -> None:
+        self._ids, self._seeds, self._canvas = count(1), random.SystemRandom(), canvas
+        self._vocab_size = vocab_size
 
     def make(
         self, request: Request, arrived: float, place: tuple[int, str], guided: GuideMaker
@@ -96,7 +97,7 @@ class SequenceMaker:
             case None:
                 return None
             case NoisyCanvasSpec() as spec:
-                return NoisyCanvas(spec, *self._sizes)
+                return NoisyCanvas(spec, self._vocab_size)
             case spec:
                 return Canvas(spec)
 

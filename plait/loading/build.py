@@ -55,6 +55,7 @@ from plait.runner.runner import ModelRunner
 from plait.runner.sampler import Sampler
 from plait.schedule.drafts.ngram import NgramProposer
 from plait.schedule.speculate import Proposer
+from plait.spec.canvas import CanvasSpec
 from plait.spec.model import AttentionSpec, ModelSpec
 from plait.state.disk.cache import DiskCache
 from plait.text.tokenizers.tokenizer import Tokenizer
@@ -357,12 +358,14 @@ def _proposer(
 
 def describe_for_sizing(decoder: Decoder, target: Target) -> ModelFacts:
     """What `size_state` must know about a loaded model to divide the memory."""
+    canvas = decoder.spec.canvas
     return ModelFacts(
         states=decoder.states,
         max_len=decoder.spec.max_len,
         dtype=str(target.dtype).removeprefix("torch."),
         causal=decoder.spec.causal,
-        has_canvas=decoder.spec.canvas is not None,
+        has_canvas=isinstance(canvas, CanvasSpec),
+        tail=canvas.tail if canvas else 0,
         both_ways=any(mixer.both_ways for mixer in decoder.spec.mixers_of(AttentionSpec)),
     )
 

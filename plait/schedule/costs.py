@@ -49,6 +49,11 @@ class SchedulerLimits:
     causal: bool = True
     canvas: AnyCanvas | None = None
 
+    @property
+    def tail(self) -> int:
+        """Places of a canvas behind the longest sequence."""
+        return self.canvas.tail if self.canvas else 0
+
 
 class StepCosts:
     """Seconds of a step as a function of its tokens: positive and never falling.

@@ -79,8 +79,8 @@ class Scheduler:
     @property
     def longest(self) -> int:
         """The most tokens of one sequence that can be computed when it has all memory."""
-        lengths = range(1, self.limits.max_model_len + 1)
-        return bisect_left(lengths, True, key=lambda length: self.memory.shortage(length) is not None)
+        lengths, tail = range(1, self.limits.max_model_len + 1), self.limits.tail
+        return bisect_left(lengths, True, key=lambda length: self.memory.shortage(length + tail) is not None)
 
     def has_capacity(self, arriving: int = 0) -> bool:
         """Whether one more request may wait, when `arriving` others are on their way."""

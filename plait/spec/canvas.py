@@ -23,6 +23,11 @@ class CanvasSpec:
     edit_passes: int = 16
 
     @property
+    def tail(self) -> int:
+        """Places behind the longest sequence: none, as a block of memory holds whole canvases."""
+        return 0
+
+    @property
     def most_passes(self) -> int:
         """The most passes until a canvas is done."""
         return self.size + (0 if self.edit_threshold is None else self.edit_passes)
@@ -45,6 +50,11 @@ class NoisyCanvasSpec:
     entropy_bound: float = 0.1
     stable_passes: int = 1
     confidence: float = 0.005
+
+    @property
+    def tail(self) -> int:
+        """Places behind the longest sequence, of a canvas that begins with its last token."""
+        return self.size - 1
 
 
 AnyCanvas = CanvasSpec | NoisyCanvasSpec

@@ -39,6 +39,7 @@ from plait.runner.host.runner import FullRunner, HostRunner
 from plait.runner.host.sampler import Floats, HostSampler, RowOps
 from plait.runner.host.static_batch import Capacity
 from plait.schedule.drafts.ngram import NgramProposer
+from plait.spec.canvas import CanvasSpec
 from plait.spec.model import ModelSpec
 from plait.spec.values import decode_spec_value
 from plait.state.disk.cache import DiskCache
@@ -209,7 +210,8 @@ def _describe(model: ModelPart, spec: ModelSpec) -> ModelFacts:
         max_len=spec.max_len,
         dtype=model.dtype,
         causal=spec.causal,
-        has_canvas=spec.canvas is not None,
+        has_canvas=isinstance(spec.canvas, CanvasSpec),
+        tail=spec.canvas.tail if spec.canvas else 0,
     )
 
 

@@ -18,13 +18,10 @@ NOISE = 1 << 32  # seeds of what replaces tokens; those below are of draws
 
 
 class NoisyCanvas:
-    """The places behind a sequence's last token: as many as the spec says, or as its model's length leaves.
+    """The places behind a sequence's last token. vocab_size: how many tokens there are."""
 
-    vocab_size: how many tokens there are; most: those of a whole sequence.
-    """
-
-    def __init__(self, spec: NoisyCanvasSpec, vocab_size: int, most: int) -> None:
-        self.spec, self._vocab_size, self._most = spec, vocab_size, most
+    def __init__(self, spec: NoisyCanvasSpec, vocab_size: int) -> None:
+        self.spec, self._vocab_size = spec, vocab_size
         self.restart()
 
     def restart(self) -> None:
@@ -36,11 +33,11 @@ class NoisyCanvas:
 
     def count_places(self, num_tokens: int) -> int:
         """The places of a canvas behind so many tokens."""
-        return max(min(self.spec.size, self._most - num_tokens), 0)
+        return self.spec.size
 
     def find_end(self, max_len: int) -> int:
-        """The last position, and one, of any canvas of a sequence that ends with so many tokens."""
-        return min(max_len - 1 + self.spec.size, self._most)
+        """The most tokens of a sequence that ends with so many, with its last canvas."""
+        return max_len + self.spec.tail
 
     def count_final(self, end: int) -> int:
         """Of the first `end` known tokens those of which the state is final: it is of all."""
