@@ -56,7 +56,7 @@ SIDEWAYS = {
     "kernels": {"ops", "quant"},
     "families": {"checkpoint.names"},
     "model": {"checkpoint.shared_weights", "checkpoint.weights", "state"},
-    "runner": {"schedule.plan", "schedule.drafts.turns"},
+    "runner": {"schedule.plan", "schedule.drafts.passes", "schedule.drafts.turns"},
     "verify": {"convert.plan", "worker"},
     "cluster": {"server"},
     "cli": {"server", "cluster", "bench"},

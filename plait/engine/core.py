@@ -24,9 +24,10 @@ from plait.engine.metrics import Metrics
 from plait.engine.sequences import SequenceMaker, add_steps, list_alone, list_choices
 from plait.errors import DeadlineExceeded, DeviceLost, EngineError, InvalidField
 from plait.request import Event, FinishReason, Request
-from plait.schedule.plan import Chunk, StepPlan, Update
+from plait.schedule.plan import Chunk, StepPlan
 from plait.schedule.scheduler import NOTHING, Drafts, Scheduler
 from plait.schedule.speculate import Speculation
+from plait.schedule.turns import Update
 
 T = TypeVar("T")
 MAX_FORCED = 8  # tokens that must come, computed as a draft

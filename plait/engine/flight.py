@@ -8,8 +8,9 @@ from typing import Protocol
 from msgspec import Struct
 
 from plait.schedule.drafts.turns import count_decodes
-from plait.schedule.plan import Sampled, SamplingBatch, StepPlan, Ticket, Update
+from plait.schedule.plan import Sampled, SamplingBatch, StepPlan, Ticket
 from plait.schedule.sequence import MOST_REPLAYED
+from plait.schedule.turns import Update
 
 
 class StepRunner(Protocol):

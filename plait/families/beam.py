@@ -8,7 +8,8 @@ from plait.families.common.recipes import expert_tensors, repeat_each, transform
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, sigmoid_router
 from plait.families.config.normalize import FULL, SLIDING, Config
-from plait.spec.model import BranchSpec, ModelSpec, MoeSpec, NormSpec, TemperatureSpec
+from plait.spec.model import BranchSpec, ModelSpec, MoeSpec, NormSpec
+from plait.spec.positions import TemperatureSpec
 
 L, FFN = "model.layers.{i}", "layers.{i}.ffn"
 GROWTH = TemperatureSpec(0.1, 2048.0, 1.0, power=True)  # of queries in layers without positions

@@ -11,7 +11,8 @@ from plait.families.common.recipes import half, split_grouped_qkv, split_qkv, un
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, require, rope
 from plait.families.config.normalize import Config
-from plait.spec.model import BranchSpec, ModelSpec, RopeSpec
+from plait.spec.model import BranchSpec, ModelSpec
+from plait.spec.positions import RopeSpec
 
 ATTN, FFN, L = "layers.{i}.attn", "layers.{i}.ffn", "transformer.encoder.layers.{i}"
 VOCABULARY = 65_024  # of ChatGLM 2 and 3

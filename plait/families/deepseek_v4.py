@@ -14,17 +14,9 @@ from plait.families.config.normalize import FULL, SLIDING, Config
 from plait.families.deepseek import indexer_sizes
 from plait.families.gguf.arch import FILE, Metadata, check_router, gguf_arch
 from plait.families.gguf.names import usual_names
-from plait.spec.model import (
-    BranchSpec,
-    HyperSpec,
-    MlpSpec,
-    ModelSpec,
-    MoeSpec,
-    NormSpec,
-    RopeSpec,
-    RouterSpec,
-)
+from plait.spec.model import BranchSpec, HyperSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RouterSpec
 from plait.spec.moe import TableMoeSpec
+from plait.spec.positions import RopeSpec
 from plait.spec.sparse import CompressedSpec, CompressorSpec, EntryIndexSpec
 
 SPARSE, HEAVY, LIMIT = "compressed_sparse_attention", "heavily_compressed_attention", 10.0

@@ -7,7 +7,6 @@ the same layers (the "decoder"), but see each other, and each layer scales them 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from plait.checkpoint.names import NameMap
 from plait.errors import UnsupportedModel
@@ -24,7 +23,7 @@ LONGEST, MOST_PASSES = 1024, 1024
 PREFIX = "model.decoder."
 ENCODER = "model.encoder.language_model.layers.{i}.layer_scalar"
 # Which keys say how canvases are written; they are in generation_config.json.
-SCHEDULE: dict[str, Any] = {
+SCHEDULE: dict[str, object] = {
     "max_denoising_steps": 48,
     "t_min": 0.4,
     "t_max": 0.8,

@@ -13,7 +13,8 @@ from plait.families.common.spec_builders import mamba1, mlp, model, norm, requir
 from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import Config
 from plait.spec.attention import HybridHeadsSpec
-from plait.spec.model import AttentionSpec, BranchSpec, ModelSpec, RopeSpec
+from plait.spec.model import AttentionSpec, BranchSpec, ModelSpec
+from plait.spec.positions import RopeSpec
 
 L, MIX = "model.layers.{i}", "layers.{i}.mix"
 STRETCH = 2  # of rope_type "ntk": how fast the base grows with the longest sequence

@@ -26,7 +26,8 @@ from plait.families.config.normalize import Config
 from plait.quant.weight import Scalable, as_tensor, pick_rows
 from plait.spec.attention import RelativeSpec
 from plait.spec.branches import ConvolvedSpec
-from plait.spec.model import BranchSpec, ModelSpec, MoeSpec, RouterSpec, TemperatureSpec
+from plait.spec.model import BranchSpec, ModelSpec, MoeSpec, RouterSpec
+from plait.spec.positions import TemperatureSpec
 
 ATTN, FFN, INSIDE, NEAR = "layers.{i}.attn", "layers.{i}.ffn", "inner", "hybrid_sliding"
 CONVS = ((ATTN, "attn"), (FFN, "mlp"))

@@ -21,7 +21,8 @@ from plait.families.inkling import NEAR, SENSES, find_near, join_taps, pick_turn
 from plait.quant.weight import as_tensor, take_rows
 from plait.spec.attention import RelativeSpec
 from plait.spec.branches import ConvolvedSpec
-from plait.spec.model import BranchSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, TemperatureSpec
+from plait.spec.model import BranchSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec
+from plait.spec.positions import TemperatureSpec
 
 TOP, BLOCK = "model.llm", "n_layers_per_attn_res_block"
 ATTN, FFN, INSIDE = "layers.{i}.attn", "layers.{i}.ffn", "inner"

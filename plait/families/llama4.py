@@ -20,15 +20,8 @@ from plait.families.common.spec_builders import gqa, make_chunks, mlp, model, no
 from plait.families.config.normalize import CHUNKED, FULL, Config, rotates
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch
 from plait.families.moe import turn_experts
-from plait.spec.model import (
-    AttentionSpec,
-    BranchSpec,
-    ModelSpec,
-    MoeSpec,
-    NormSpec,
-    RouterSpec,
-    TemperatureSpec,
-)
+from plait.spec.model import AttentionSpec, BranchSpec, ModelSpec, MoeSpec, NormSpec, RouterSpec
+from plait.spec.positions import TemperatureSpec
 
 FFN, EYES = "layers.{i}.ffn", r"^(model\.)?vision_model\."
 CHUNK = 8192  # tokens, in every published model

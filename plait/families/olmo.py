@@ -12,7 +12,8 @@ from plait.families.common.spec_builders import gqa, mlp, model, norm, rope
 from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import SLIDING, Config
 from plait.families.gguf.arch import Metadata, gguf_arch, windows
-from plait.spec.model import BranchSpec, ModelSpec, RopeSpec
+from plait.spec.model import BranchSpec, ModelSpec
+from plait.spec.positions import RopeSpec
 
 L = "model.layers.{i}"
 SHARED = {"norm_eps": 1e-5, "hidden_act": "silu"}

@@ -15,7 +15,8 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, require, rope
 from plait.families.config.normalize import Config
 from plait.families.llama import dense
-from plait.spec.model import BranchSpec, ModelSpec, RopeSpec
+from plait.spec.model import BranchSpec, ModelSpec
+from plait.spec.positions import RopeSpec
 
 ATTN, FFN = "layers.{i}.attn", "layers.{i}.ffn"
 FIRST_VOCABULARY = 160_256  # of TeleChat 7B

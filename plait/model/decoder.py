@@ -142,8 +142,3 @@ class Decoder:
     def logits(self, h: Tensor, batch: Batch) -> Tensor:
         """h: [T, hidden] -> logits of the requested rows, [L, vocab] float32."""
         return self.head(self._take_rows(h, batch.logit_rows), batch.logit_rows)
-
-    def keep_canvases(self, logits: Tensor, batch: Batch, store: StateStore) -> None:
-        """Keep what a pass made of noisy canvases, if there are any, for the next. logits: [L, vocab]."""
-        if self.denoiser and batch.canvas:
-            self.denoiser.keep(logits, batch, store)

@@ -16,7 +16,8 @@ from torch import Tensor
 from plait.errors import UnsupportedModel
 from plait.ops.case import Case
 from plait.ops.registry import Arguments, op
-from plait.spec.model import ModelSpec, RopeSpec
+from plait.spec.model import ModelSpec
+from plait.spec.positions import RopeSpec
 
 Scaled = tuple[Tensor, float]
 

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from plait.errors import CannotRecord, EngineError, KernelFailed
-from plait.memory import block_groups, has_slots
+from plait.memory import block_groups
 from plait.model.decoder import Decoder
 from plait.model.eagle import take_observed
 from plait.ops.registry import Binding
 from plait.runner.batches.inputs import build_batch
+from plait.runner.batches.whole_prompts import score_prompt
 from plait.runner.device_graphs import DeviceReplay
 from plait.runner.device_loss import CheckedTicket, check_lost
 from plait.runner.graph_backends import GraphBackend
@@ -23,8 +24,7 @@ from plait.runner.host.static_batch import Capacity
 from plait.runner.program import NativeExecutor, keep_planned_rows, record_program
 from plait.runner.replay import Lead, Observe, Replay, copy_pooled, ignore_hidden
 from plait.runner.sampler import Sampler
-from plait.schedule.plan import Chunk, Done, SamplingBatch, StepPlan, Ticket
-from plait.spec.canvas import CanvasSpec
+from plait.schedule.plan import Done, SamplingBatch, StepPlan, Ticket
 from plait.state.store import StateStore
 
 
@@ -130,7 +130,8 @@ class ModelRunner:
         with keep_planned_rows(plan, self._native):
             hidden = self.decoder.hidden(batch, self.store)
         logits = self.decoder.logits(hidden, batch)
-        self.decoder.keep_canvases(logits, batch, self.store)
+        if self.decoder.denoiser and batch.canvas:
+            self.decoder.denoiser.keep(logits, batch, self.store)
         return hidden, logits
 
     def logits(self, token_ids: Sequence[int], chunk_size: int) -> Tensor:
@@ -138,25 +139,5 @@ class ModelRunner:
 
         Runs in memory of its own. A model that is not causal sees all, others `chunk_size` tokens or more.
         """
-        if self.lead:
-            return self.lead.score(partial(self._logits, token_ids, chunk_size), token_ids, chunk_size)
-        return self._logits(token_ids, chunk_size)
-
-    @torch.inference_mode()
-    def _logits(self, token_ids: Sequence[int], chunk_size: int) -> Tensor:
-        ids, size = tuple(token_ids), self.store.block_size
-        canvas = self.decoder.spec.canvas
-        least = canvas.size if isinstance(canvas, CanvasSpec) else 1
-        step = -(-chunk_size // least) * least if self.decoder.spec.causal else len(ids)
-        table = tuple(range(1, -(-len(ids) // size) + 1))
-        blocks = {group.name: len(table) + 1 for group in self.groups}
-        states, dtype = self.decoder.states, self.decoder.embed.dtype
-        store = StateStore(states, blocks, 2 if has_slots(states) else 0, size, self.device, dtype)
-        parts = []
-        for start in range(0, len(ids), step):
-            some = ids[start : start + step]
-            chunk = Chunk(0, start, some, tuple(table for _ in self.groups), 1, len(some))
-            plan = StepPlan(0, (chunk,), fresh=(1,) if start == 0 else ())
-            store.zero_slots(plan.fresh)
-            parts.append(self.decoder(build_batch(plan, self.groups, size, self.device), store).cpu())
-        return torch.cat(parts)
+        here = partial(score_prompt, self.decoder, self.store.block_size, self.device, token_ids, chunk_size)
+        return self.lead.score(here, token_ids, chunk_size) if self.lead else here()

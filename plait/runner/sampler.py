@@ -33,7 +33,8 @@ from plait.runner.host.sampler import (
 )
 from plait.runner.logprobs import list_requests, read_answers, read_score, score_requests
 from plait.runner.sampling_tables import SamplingTables, copy_to_device
-from plait.schedule.plan import Denoised, Sampled, SamplingBatch, SamplingRow
+from plait.schedule.drafts.passes import Denoised
+from plait.schedule.plan import Sampled, SamplingBatch, SamplingRow
 
 LEAST_ROWS = 16  # of the tables of a GPU
 LEAST = -1e30  # a log-probability of what cannot be: its share is 0, and 0 times it a number

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from plait.request import Event
 from plait.schedule.allocation import Allocation
 from plait.schedule.beams import Continued
-from plait.schedule.plan import CopySlot, Sampled, Update
+from plait.schedule.plan import CopySlot, Sampled
 from plait.schedule.sequence import Gang, TokenSequence
+from plait.schedule.turns import Update
 from plait.state.blocks import GARBAGE
 
 

@@ -11,20 +11,13 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from plait.request import Event, SamplingParams, TokenLogprobs
+from plait.request import SamplingParams, TokenLogprobs
+from plait.schedule.drafts.passes import Denoised, Denoising
 from plait.schedule.drafts.turns import PlanTurns, TurnsEnd
 
 MOST_STEPS = 8  # decode steps of one plan
 FOLLOW = -1  # instead of a decode's token: what the step before samples for its sequence
 Table = tuple[int, ...]
-
-
-class Denoising(Struct, frozen=True, gc=False):
-    """A pass over a noisy canvas, which is the last tokens of a chunk, those with logits: how hot it is, and
-    whether it is the first."""
-
-    temperature: float
-    is_first: bool
 
 
 class Chunk(Struct, frozen=True, gc=False):
@@ -161,13 +154,6 @@ class SamplingBatch(Struct, frozen=True):
     rows: tuple[SamplingRow, ...]
 
 
-class Denoised(Struct, frozen=True, gc=False):
-    """What a pass found besides draws: of each place the likeliest token, and the entropy in nats."""
-
-    likeliest: tuple[int, ...]
-    entropies: tuple[float, ...]
-
-
 class Sampled(Struct, frozen=True, gc=False):
     """The answer to one `SamplingRow`: a token per sample and step, or those of all `turns`; `logprobs` as
     many, or None; in `mirostat_mu` the bound after each. `pooled`: its hidden states' sum, by dimension.
@@ -180,15 +166,6 @@ class Sampled(Struct, frozen=True, gc=False):
     mirostat_mu: tuple[float, ...] = ()
     turns: TurnsEnd | None = None
     denoised: Denoised | None = None
-
-
-class Update(Struct, frozen=True, gc=False):
-    """What one plan added to a sequence: its event, and what was accepted of the step's draft tokens."""
-
-    seq_id: int
-    event: Event
-    num_drafted: int = 0
-    num_accepted: int = 0
 
 
 class Ticket(Protocol):

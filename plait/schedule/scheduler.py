@@ -16,10 +16,11 @@ from plait.errors import QueueFull
 from plait.schedule.allocation import Allocation
 from plait.schedule.costs import SchedulerLimits, StepCosts, describe_load
 from plait.schedule.gang_beams import advance_beams, drop_state
-from plait.schedule.plan import Chunk, Move, Sampled, SamplingBatch, StepPlan, Update
+from plait.schedule.plan import Chunk, Move, Sampled, SamplingBatch, StepPlan
 from plait.schedule.sequence import Gang, Phase, TokenSequence
 from plait.schedule.shares import check_fits, others_await, prompt_budget, share_members, share_step
 from plait.schedule.turns import (
+    Update,
     add_drafts,
     add_earlier,
     advance_canvas,
@@ -38,8 +39,7 @@ NOTHING: Drafts = {}
 class Scheduler:
     """Owns the sequences and their memory. A step is `plan()` or `plan_ahead()`, its launch, and `commit()`.
 
-    *Suspects*, sequences of a step that failed, run alone, in turn. `cancel()` may come at any time. The
-    engine feeds `costs`.
+    *Suspects*, sequences of a step that failed, run alone, in turn. The engine feeds `costs`.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class Scheduler:
     @property
     def longest(self) -> int:
         """The most tokens of one sequence that can be computed when it has all memory."""
-        lengths, tail = range(1, self.limits.max_model_len + 1), self.limits.tail
-        return bisect_left(lengths, True, key=lambda length: self.memory.shortage(length + tail) is not None)
+        lengths = range(1 + self.limits.tail, self.limits.max_model_len + 1 + self.limits.tail)
+        return bisect_left(lengths, True, key=lambda length: self.memory.shortage(length) is not None)
 
     def has_capacity(self, arriving: int = 0) -> bool:
         """Whether one more request may wait, when `arriving` others are on their way."""
@@ -115,8 +115,8 @@ class Scheduler:
             self.memory.read_ahead(self.waiting)
         if drafts and not self._suspects:
             add_drafts(self.running, shares, drafts, self.limits, self.memory)
-        is_single = is_observed or drafts or self.waiting or self._suspects
-        return self._make_plan(shares, is_single=bool(is_single), is_compared=is_compared)
+        is_single = bool(is_observed or drafts or self.waiting or self._suspects)
+        return self._make_plan(shares, is_single=is_single, is_compared=is_compared)
 
     def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
         """The step after `plan`, which was launched and is not committed; what that one samples is FOLLOW.

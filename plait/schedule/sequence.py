@@ -16,8 +16,9 @@ from plait.schedule.attached import Guide, PooledHidden
 from plait.schedule.beams import BeamSearch
 from plait.schedule.drafts.canvas import Canvas
 from plait.schedule.drafts.noisy_canvas import NoisyCanvas
+from plait.schedule.drafts.passes import Denoising
 from plait.schedule.drafts.slots import DraftSlots
-from plait.schedule.plan import FOLLOW, Chunk, Denoising, Sampled, SamplingRow
+from plait.schedule.plan import FOLLOW, Chunk, Sampled, SamplingRow
 from plait.state.blocks import root
 
 MOST_REPLAYED = 8  # tokens that are computed again in a step with a draft; of more, a step has no draft

@@ -8,19 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from plait.errors import EngineError
-from plait.request import TokenLogprobs
+from plait.request import Event, TokenLogprobs
 from plait.schedule.allocation import Allocation
 from plait.schedule.costs import LATE_S, LONGEST_S, SchedulerLimits, StepCosts, most_steps
 from plait.schedule.drafts.canvas import Canvas
 from plait.schedule.drafts.slots import DraftSlots
 from plait.schedule.drafts.turns import FEW_TURNS, MOST_STOPS, PlanTurns, count_decodes
-from plait.schedule.plan import Chunk, Sampled, StepPlan, Table, Update
+from plait.schedule.plan import Chunk, Sampled, StepPlan, Table
 from plait.schedule.sequence import TokenSequence
 
 HEAD_SHARE = 0.5  # what a turn's drafts may take of the time of the step that checks them, where it is known
+
+
+class Update(Struct, frozen=True, gc=False):
+    """What one plan added to a sequence: its event, and what was accepted of the step's draft tokens."""
+
+    seq_id: int
+    event: Event
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 def plan_turns(

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from plait.spec.canvas import AnyCanvas
+from plait.spec.positions import RopeSpec, TemperatureSpec
 
 UNLIMITED = float("inf")
 ClippedActivation = Literal["swiglu_oai", "swiglu_7", "swiglu_16", "swiglu_cut_7", "swiglu_cut_10", "situ"]
@@ -27,20 +28,6 @@ class NormSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class RopeSpec:
-    """Rotary positions (Su et al. 2021) on the first `dim` of a head.
-
-    `scaling` keeps the config's own keys (`rope_type`, `factor`, …); `ops.rope` knows each kind.
-    `interleaved` rotates pairs (2i, 2i+1) instead of (i, i + dim/2).
-    """
-
-    dim: int
-    theta: float = 10_000.0
-    scaling: Mapping[str, Any] = field(default_factory=dict)
-    interleaved: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Mixer:
     """What happens in a residual branch, as data. A plug-in derives its own from this or from `Recurrent`."""
 
@@ -51,17 +38,6 @@ AnyMixer = TypeVar("AnyMixer", bound=Mixer)
 @dataclass(frozen=True, slots=True)
 class Recurrent(Mixer):
     """A mixer with recurrent state: the memory of a sequence does not grow with its length."""
-
-
-@dataclass(frozen=True, slots=True)
-class TemperatureSpec:
-    """Queries that grow with their position p: by 1 + growth · ln(1 + ⌊(p + first) / length⌋) (Llama 4)."""
-
-    growth: float
-    length: float
-    first: float = 0.0
-    power: bool = False  # by (1 + (p + first) / length)^growth instead (Beam)
-    late: bool = False  # by 1 + growth · ln(max(1, (p + first) / length)) instead (Inkling)
 
 
 @dataclass(frozen=True, slots=True)

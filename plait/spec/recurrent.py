@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from plait.spec.model import UNLIMITED, Activation, NormSpec, Recurrent, RopeSpec
+from plait.spec.model import UNLIMITED, Activation, NormSpec, Recurrent
+from plait.spec.positions import RopeSpec
 
 
 @dataclass(frozen=True, slots=True)

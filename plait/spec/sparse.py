@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from plait.spec.model import AttentionSpec, IndexerSpec, MlaSpec, NormSpec, Recurrent, RopeSpec
+from plait.spec.model import AttentionSpec, IndexerSpec, MlaSpec, NormSpec, Recurrent
+from plait.spec.positions import RopeSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from importlib import import_module
 # would take a tenth of a run of one token.
 _MODULES = tuple(
     f"plait.spec.{name}"
-    for name in ("model", "recurrent", "attention", "branches", "sparse", "moe", "canvas")
+    for name in ("model", "positions", "recurrent", "attention", "branches", "sparse", "moe", "canvas")
 )
 
 

@@ -17,7 +17,8 @@ from plait.convert.plan.tensor_plan import Made, TensorPart, matrices, pieces, p
 from plait.errors import UnsupportedFormat
 from plait.families.common.row_orders import pairs_order, value_order
 from plait.ops.rope import frequencies
-from plait.spec.model import NormSpec, RopeSpec
+from plait.spec.model import NormSpec
+from plait.spec.positions import RopeSpec
 from plait.spec.recurrent import DeltaNetSpec
 from tests.families.as_gguf import permuted
 

@@ -9,8 +9,9 @@ import pytest
 from plait.engine.flight import count_decoded, count_steps
 from plait.request import Event
 from plait.schedule.drafts.turns import TurnsEnd
-from plait.schedule.plan import Chunk, Sampled, StepPlan, Update
+from plait.schedule.plan import Chunk, Sampled, StepPlan
 from plait.schedule.sequence import MOST_REPLAYED
+from plait.schedule.turns import Update
 
 
 def _chunk(start: int, count: int, num_logits: int) -> Chunk:

@@ -16,7 +16,8 @@ from plait.errors import UnsupportedModel
 from plait.families.common.registry import build_spec
 from plait.model.decoder import Decoder
 from plait.quant.encode import find_encoder
-from plait.spec.model import AsideSpec, MlpSpec, MoeSpec, NormSpec, RopeSpec, RouterSpec
+from plait.spec.model import AsideSpec, MlpSpec, MoeSpec, NormSpec, RouterSpec
+from plait.spec.positions import RopeSpec
 from plait.spec.recurrent import Mamba1Spec
 from tests.families import tiny
 from tests.families.as_gguf import converted

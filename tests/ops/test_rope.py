@@ -11,7 +11,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from plait.errors import UnsupportedModel
 from plait.ops.rope import frequencies, rope_notes, rotate
-from plait.spec.model import AttentionSpec, BranchSpec, ModelSpec, NormSpec, RopeSpec
+from plait.spec.model import AttentionSpec, BranchSpec, ModelSpec, NormSpec
+from plait.spec.positions import RopeSpec
 
 KINDS: dict[str, dict[str, Any]] = {
     "linear": {"factor": 4.0},

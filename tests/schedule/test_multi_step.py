@@ -9,10 +9,11 @@ import pytest
 from plait.errors import EngineError
 from plait.schedule.costs import StepCosts
 from plait.schedule.drafts.turns import MOST_STOPS
-from plait.schedule.plan import CopySlot, Sampled, StepPlan, Update
+from plait.schedule.plan import CopySlot, Sampled, StepPlan
 from plait.schedule.pools import CacheOptions
 from plait.schedule.scheduler import Scheduler
 from plait.schedule.sequence import TokenSequence
+from plait.schedule.turns import Update
 from tests.schedule.test_scheduler import FULL, WINDOW, planned, run, scheduler, sequence
 
 

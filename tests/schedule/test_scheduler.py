@@ -10,10 +10,11 @@ from plait.memory import BlockGroup
 from plait.request import SamplingParams, TokenLogprobs
 from plait.schedule.allocation import Allocation
 from plait.schedule.costs import SchedulerLimits, StepCosts
-from plait.schedule.plan import CopyBlock, CopySlot, Drop, Load, Sampled, Save, StepPlan, Update
+from plait.schedule.plan import CopyBlock, CopySlot, Drop, Load, Sampled, Save, StepPlan
 from plait.schedule.pools import CacheOptions
 from plait.schedule.scheduler import Scheduler
 from plait.schedule.sequence import Phase, TokenSequence
+from plait.schedule.turns import Update
 
 FULL = BlockGroup("full", None, ("a",))
 WINDOW = BlockGroup("window:6", 6, ("b",))

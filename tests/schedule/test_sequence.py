@@ -6,8 +6,9 @@ import pytest
 
 from plait.errors import EngineError
 from plait.schedule.attached import PooledHidden
-from plait.schedule.plan import Chunk, Sampled, StepPlan, Update
+from plait.schedule.plan import Chunk, Sampled, StepPlan
 from plait.schedule.scheduler import Scheduler
+from plait.schedule.turns import Update
 from tests.schedule.test_scheduler import planned, scheduler, sequence, shape
 
 

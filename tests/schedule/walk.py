@@ -14,10 +14,11 @@ from plait.memory import BlockGroup
 from plait.request import SamplingParams
 from plait.schedule.allocation import Allocation
 from plait.schedule.costs import SchedulerLimits
-from plait.schedule.plan import Drop, SamplingBatch, Save, StepPlan, Update
+from plait.schedule.plan import Drop, SamplingBatch, Save, StepPlan
 from plait.schedule.pools import CacheOptions
 from plait.schedule.scheduler import Scheduler
 from plait.schedule.sequence import TokenSequence
+from plait.schedule.turns import Update
 from plait.state.blocks import PrefixIndex, extend
 from tests.schedule.memory_model import (
     BLOCK_NBYTES,

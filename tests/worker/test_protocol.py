@@ -17,16 +17,8 @@ from plait.loading.text_side import TextSource
 from plait.request import Event, Grammar, Request, SamplingParams, ThinkingBudget, TokenLogprobs
 from plait.server.gateway.access_log import TextFormat
 from plait.server.http.errors import NotReady
-from plait.spec.model import (
-    AttentionSpec,
-    BranchSpec,
-    MlpSpec,
-    ModelSpec,
-    NormSpec,
-    ParallelSpec,
-    Recurrent,
-    RopeSpec,
-)
+from plait.spec.model import AttentionSpec, BranchSpec, MlpSpec, ModelSpec, NormSpec, ParallelSpec, Recurrent
+from plait.spec.positions import RopeSpec
 from plait.spec.recurrent import Mamba2Spec
 from plait.spec.values import encode_spec_value
 from plait.worker import protocol

@@ -11,16 +11,8 @@ import torch
 
 from plait.errors import UnsupportedFormat
 from plait.ops.rope import frequencies, yarn_mscale
-from plait.spec.model import (
-    AttentionSpec,
-    Mixer,
-    MlaSpec,
-    MlpSpec,
-    ModelSpec,
-    MoeSpec,
-    ParallelSpec,
-    RopeSpec,
-)
+from plait.spec.model import AttentionSpec, Mixer, MlaSpec, MlpSpec, ModelSpec, MoeSpec, ParallelSpec
+from plait.spec.positions import RopeSpec
 from plait.spec.recurrent import (
     ChannelMixSpec,
     DeltaNetSpec,

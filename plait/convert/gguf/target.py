@@ -29,7 +29,8 @@ from plait.families.gguf.arch import ARCHITECTURES
 from plait.families.gguf.names import gguf_names
 from plait.families.resolve import resolve
 from plait.ops.rope import frequencies
-from plait.spec.model import AttentionSpec, MlaSpec, ModelSpec, MoeSpec, RopeSpec
+from plait.spec.model import AttentionSpec, MlaSpec, ModelSpec, MoeSpec
+from plait.spec.positions import RopeSpec
 from plait.spec.recurrent import DeltaNetSpec, Mamba2Spec, Wkv7Spec
 
 log = logging.getLogger("plait")

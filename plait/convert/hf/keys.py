@@ -10,7 +10,8 @@ import numpy as np
 from plait.families.common.registry import find
 from plait.families.config.normalize import CHUNKED, FULL, SLIDING, Config
 from plait.ops.rope import frequencies
-from plait.spec.model import AttentionSpec, MlaSpec, ModelSpec, RopeSpec
+from plait.spec.model import AttentionSpec, MlaSpec, ModelSpec
+from plait.spec.positions import RopeSpec
 
 Values = dict[str, Any]
 # Keys of a normalised config that are ours alone, or that become others.

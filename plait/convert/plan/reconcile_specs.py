@@ -19,7 +19,8 @@ from plait.convert.plan.tensor_plan import Made, with_part
 from plait.errors import UnsupportedFormat
 from plait.families.common.row_orders import order_of_heads, pairs_order, value_order
 from plait.ops.rope import frequencies
-from plait.spec.model import AttentionSpec, ModelSpec, RopeSpec
+from plait.spec.model import AttentionSpec, ModelSpec
+from plait.spec.positions import RopeSpec
 from plait.spec.recurrent import DeltaNetSpec, Mamba2Spec
 
 # How a model is called, how its scans are cut into chunks, and what sizes its rotary tables.

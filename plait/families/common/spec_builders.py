@@ -19,10 +19,9 @@ from plait.spec.model import (
     MoeSpec,
     NormSpec,
     ParallelSpec,
-    RopeSpec,
     RouterSpec,
-    TemperatureSpec,
 )
+from plait.spec.positions import RopeSpec, TemperatureSpec
 from plait.spec.recurrent import Mamba1Spec, Mamba2Spec
 
 ENDLESS = 262_144  # tokens: a model without positions has no limit of its own

@@ -20,7 +20,8 @@ from plait.families.config.neutral import NEUTRAL
 from plait.families.config.normalize import IncompleteConfig
 from plait.families.config.words import ROPE_KEYS
 from plait.ops.rope import frequencies
-from plait.spec.model import AttentionSpec, ModelSpec, MoeSpec, RopeSpec
+from plait.spec.model import AttentionSpec, ModelSpec, MoeSpec
+from plait.spec.positions import RopeSpec
 from plait.spec.recurrent import Mamba2Spec
 
 MAX_LAYERS = 4096

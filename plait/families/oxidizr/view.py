@@ -9,7 +9,8 @@ from typing import Any, Literal
 from plait.errors import MissingTensor, ShapeMismatch
 from plait.families.oxidizr.config import OxidizrFacts
 from plait.families.oxidizr.names import Catalog
-from plait.spec.model import Mixer, NormSpec, RopeSpec
+from plait.spec.model import Mixer, NormSpec
+from plait.spec.positions import RopeSpec
 
 Shape = tuple[int, ...]
 Tensors = dict[str, tuple[Shape, bool]]  # leaf -> (shape, whether it must be there)

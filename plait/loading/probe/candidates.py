@@ -15,7 +15,8 @@ from plait.families.common.registry import families, find
 from plait.families.common.resolved import Resolved
 from plait.families.config.normalize import reads_share
 from plait.families.detect.sizes import HEAD_DIMS
-from plait.spec.model import AttentionSpec, MlpSpec, MoeSpec, RopeSpec
+from plait.spec.model import AttentionSpec, MlpSpec, MoeSpec
+from plait.spec.positions import RopeSpec
 from plait.spec.recurrent import Mamba2Spec, Mamba3Spec
 
 Values = Mapping[str, object]  # keys of a config, as --set has them

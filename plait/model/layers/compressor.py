@@ -14,7 +14,8 @@ from plait.model.layers.layers import Batch, Norm, make_rotation
 from plait.ops.compressed import FOLDED, add_open_block, choose_entries, compress_tokens, spread_windows
 from plait.ops.entry import CODED
 from plait.ops.place import turn_heads
-from plait.spec.model import IndexerSpec, RopeSpec
+from plait.spec.model import IndexerSpec
+from plait.spec.positions import RopeSpec
 from plait.spec.sparse import CompressorSpec, EntryIndexSpec, MeanIndexSpec
 from plait.state.store import StateStore
 

@@ -22,7 +22,8 @@ from plait.ops.ranks import Comm, gather_columns
 from plait.ops.rope import frequencies, rotate
 from plait.ops.rows import bind_table
 from plait.spec.branches import GatedNormSpec
-from plait.spec.model import HeadSpec, ModelSpec, NormSpec, RopeSpec
+from plait.spec.model import HeadSpec, ModelSpec, NormSpec
+from plait.spec.positions import RopeSpec
 from plait.spec.sparse import LearnedRopeSpec
 
 EMBEDDINGS = "embeddings"  # in `Batch.step`, for mixers that add them

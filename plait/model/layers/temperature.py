@@ -9,7 +9,7 @@ from plait.checkpoint.weights import Weights
 from plait.model.layers.layers import Batch
 from plait.ops.activation import combine, scale_rows
 from plait.ops.rows import take_rows
-from plait.spec.model import TemperatureSpec
+from plait.spec.positions import TemperatureSpec
 
 
 class Temperature:

@@ -20,7 +20,8 @@ from plait.ops.seed import uniform
 from plait.request import SamplingParams, TokenLogprobs
 from plait.runner.host.chain import ChainRow, draw, list_candidates
 from plait.runner.host.mirostat import choose_by_surprise
-from plait.schedule.plan import Denoised, Sampled, SamplingBatch, SamplingRow
+from plait.schedule.drafts.passes import Denoised
+from plait.schedule.plan import Sampled, SamplingBatch, SamplingRow
 
 FLOOR = -9999.0  # log-probabilities stay finite: JSON has no infinity
 ROWS_AT_ONCE = 64  # of log-probabilities: [64, vocab] float32 in addition to the logits

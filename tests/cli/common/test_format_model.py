@@ -27,9 +27,9 @@ from plait.spec.model import (
     MoeSpec,
     NormSpec,
     ParallelSpec,
-    RopeSpec,
     RouterSpec,
 )
+from plait.spec.positions import RopeSpec
 from plait.spec.recurrent import DeltaNetSpec, LightningSpec, Mamba1Spec, Mamba2Spec, RgLruSpec, ShortConvSpec
 
 ATTN = AttentionSpec(9, 3, 64, 0.125, RopeSpec(64, 1e5), window=512, softcap=50.0, qk_norm=NormSpec())

@@ -9,7 +9,8 @@ import torch
 
 from plait.errors import UnsupportedModel
 from plait.families.gguf.config import LAYER_NORMS, gguf_config
-from plait.spec.model import AttentionSpec, MoeSpec, RopeSpec
+from plait.spec.model import AttentionSpec, MoeSpec
+from plait.spec.positions import RopeSpec
 from tests.families.gguf.test_keys import plain
 from tests.families.gguf.test_recorded import metadata_of
 from tests.families.parity import Memory, resolved

@@ -22,7 +22,8 @@ from plait.families.gemma4_assistant import GGUF as ASSISTANT
 from plait.families.gguf.arch import ARCHITECTURES
 from plait.families.gguf.effects import HARMLESS
 from plait.families.gguf.unserved import UNSERVED
-from plait.spec.model import AttentionSpec, MoeSpec, RopeSpec
+from plait.spec.model import AttentionSpec, MoeSpec
+from plait.spec.positions import RopeSpec
 from tests.families.gguf.recorded import RECORDED
 from tests.families.gguf.test_recorded import metadata_of
 from tests.families.parity import Memory, resolved
