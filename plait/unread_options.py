@@ -30,7 +30,7 @@ def list_unread(
         (config.ops == "reference", (*KERNELS, "no_fuse", "packed_cache", "pdl"), "ops is reference"),
         (config.num_ranks > 1, ("packed_cache",), "weights of several ranks are packed anew"),
         (config.speculate == "off", ("num_draft_tokens",), "speculate is off"),
-        (not has_canvas, CANVASES, "this model writes one token after the other"),
+        (not has_canvas, CANVASES, "this model fills no masks"),
         (config.canvas_edit_threshold is None, ("canvas_edit_passes",), "there is no canvas_edit_threshold"),
         (not config.lora and config.lora_folder is None, ("max_lora_rank",), "there are no adapters"),
         (PagedState not in kinds, ("kv_dtype",), "this model has no keys and values"),

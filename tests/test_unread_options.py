@@ -70,7 +70,7 @@ def test_a_threshold_of_canvases_is_read_by_models_that_fill_them() -> None:
     how: dict[str, bool] = dict(causal=True, is_on_gpu=False)
     assert list_unread(config, {"a": KEYS}, **how, has_canvas=True) == []
     (line,) = list_unread(config, {"a": KEYS}, **how, has_canvas=False)
-    assert line == "canvas_threshold: without effect: this model writes one token after the other"
+    assert line == "canvas_threshold: without effect: this model fills no masks"
 
 
 def test_what_is_for_replies_is_named_for_a_model_without_them() -> None:

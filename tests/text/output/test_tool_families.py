@@ -201,7 +201,10 @@ FAMILIES: dict[str, list[Form]] = {
     "Qwen2, Qwen2.5, Qwen3": [Form(TURNS), HERMES_FORM, think(HERMES_FORM)],
     "SDAR (block diffusion)": [Form(TURNS), HERMES_FORM, think(HERMES_FORM)],
     "SDAR-MoE (block diffusion)": [Form(TURNS), HERMES_FORM, think(HERMES_FORM)],
-    "LLaDA 2 (block diffusion)": [HERMES_FORM, think(HERMES_FORM), PLAIN],
+    "LLaDA 2, 2.1 (block diffusion)": [HERMES_FORM, think(HERMES_FORM), PLAIN],
+    "DiffusionGemma (block diffusion)": [
+        named("{{ tools }}<|tool_call>call:f<|channel>thought<channel|>", "gemma4", "gemma4")
+    ],
     "Qwen2-VL, 2.5-VL, 2.5-Omni, Qwen3-VL (text)": [Form(TURNS), HERMES_FORM, think(HERMES_FORM)],
     "Qwen2-MoE, Qwen3-MoE": [Form(TURNS), think(HERMES_FORM), XML_FORM],
     "Qwen3-VL-MoE, Qwen3-Omni (text)": [HERMES_FORM, think(HERMES_FORM)],

@@ -1,0 +1,311 @@
+"""Random walks of sequences that write on noisy canvases: each gets the text that it has alone.
+
+The entry of a known position is the digest of the tokens up to it. That of a place is the digest of all
+tokens, and of what the last pass has left there. So a canvas that goes on without its memory, or with another
+one's, gets another text.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+
+from plait.memory import BlockGroup
+from plait.ops.seed import choice_seed, uniform
+from plait.request import FinishReason, SamplingParams, TokenLogprobs
+from plait.schedule.allocation import Allocation
+from plait.schedule.costs import SchedulerLimits
+from plait.schedule.drafts.noisy_canvas import NOISE, NoisyCanvas, find_accepted
+from plait.schedule.drafts.passes import Denoised
+from plait.schedule.plan import Chunk, Sampled, SamplingBatch, SamplingRow, StepPlan
+from plait.schedule.pools import CacheOptions
+from plait.schedule.scheduler import Scheduler
+from plait.schedule.sequence import TokenSequence
+from plait.spec.canvas import NoisyCanvasSpec
+from tests.schedule.memory_model import BLOCK_NBYTES, ModelMemory
+
+SPEC = NoisyCanvasSpec(size=5, most_passes=6, entropy_bound=0.9, stable_passes=1, confidence=0.42)
+WINDOW = 6
+GROUPS = (BlockGroup("full", None, ("a",)), BlockGroup(f"window:{WINDOW}", WINDOW, ("b",)))
+BLOCK, VOCAB_SIZE, LONGEST = 8, 7, 48
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a pass makes of a place: a draw, the likeliest token, how unsure it is, and what it leaves."""
+
+    drawn: int
+    likeliest: TokenLogprobs
+    entropy: float
+    left: int
+
+
+def make_place(
+    tokens: Sequence[int], position: int, before: int, seed: int, forbidden: Collection[int]
+) -> Place:
+    """What a pass makes of a place that sees these tokens. before: what the last pass has left there."""
+    left = hash((*tokens, position, before))
+    model, draws = random.Random(left // 64), random.Random(hash((left, seed)))
+    allowed = [t for t in range(VOCAB_SIZE) if t not in forbidden]
+    likeliest = TokenLogprobs(model.choice(allowed[:3]), -model.random())
+    return Place(draws.choice(allowed), likeliest, model.random(), left)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """All that a text depends on."""
+
+    prompt: tuple[int, ...]
+    max_len: int
+    params: SamplingParams
+    stops: frozenset[int]
+    seed: int
+
+    def write(self) -> tuple[list[TokenLogprobs], FinishReason]:
+        """The text of this sequence alone, canvas by canvas, and why it ends."""
+        text: list[TokenLogprobs] = []
+        most = self.max_len - len(self.prompt)
+        while len(self.prompt) + len(text) < self.max_len:
+            text += self._write_canvas([*self.prompt, *(one.token_id for one in text)])
+            for i, one in enumerate(text[:most]):
+                if one.token_id in self.stops and i >= self.params.min_tokens:
+                    return text[:i], "stop"
+        return text[:most], "length"
+
+    def _write_canvas(self, known: list[int]) -> list[TokenLogprobs]:
+        count, before, last = len(known), [0] * SPEC.size, list[TokenLogprobs]()
+        tokens = self._noise(count, 0)
+        for number in range(1, SPEC.most_passes + 1):
+            seed = choice_seed(self.seed, number)
+            places = [
+                make_place([*known, *tokens], count + i, before[i], seed, self.forbidden(count + i))
+                for i in range(SPEC.size)
+            ]
+            likeliest, before = [place.likeliest for place in places], [place.left for place in places]
+            mean = sum(place.entropy for place in places) / SPEC.size
+            same = [one.token_id for one in likeliest] == [one.token_id for one in last]
+            if same and mean < SPEC.confidence:
+                break
+            last, noise, total = likeliest, self._noise(count, number), 0.0
+            for i in sorted(range(SPEC.size), key=lambda i: places[i].entropy):
+                tokens[i] = places[i].drawn if total <= SPEC.entropy_bound else noise[i]
+                total += places[i].entropy
+        return likeliest
+
+    def _noise(self, position: int, number: int) -> list[int]:
+        seed = choice_seed(self.seed, NOISE + number)
+        return [int(uniform(seed, position + i) * VOCAB_SIZE) for i in range(SPEC.size)]
+
+    def forbidden(self, position: int) -> frozenset[int]:
+        return self.stops if position - len(self.prompt) < self.params.min_tokens else frozenset()
+
+
+class Device(ModelMemory):
+    """Memory of noisy canvases. What chunks read is checked before anything is computed."""
+
+    def run(self, plan: StepPlan, batch: SamplingBatch, texts: Mapping[int, Sequence[int]]) -> list[Sampled]:
+        """texts: the known tokens of each sequence."""
+        assert plan.num_tokens <= self.limits.max_num_batched_tokens
+        for move in plan.moves:
+            self._move(move)
+        self.has_failed = False
+        rows = iter(batch.rows)
+        for chunk in plan.chunks:
+            self._check_reads(chunk, texts[chunk.seq_id])
+        self._check_writes(plan)
+        answers = []
+        for chunk in plan.chunks:
+            text = texts[chunk.seq_id]
+            known = text[chunk.start : chunk.end]
+            entries = [hash(tuple(text[: chunk.start + i + 1])) for i in range(len(known))]
+            if chunk.denoising:
+                places = self._denoise(chunk, next(rows), text)
+                entries += [place.left for place in places]
+                answers.append(describe(places))
+            assert len(entries) == len(chunk.token_ids)
+            self._write(chunk, [0, *entries])
+        return answers
+
+    def _check_reads(self, chunk: Chunk, text: Sequence[int]) -> None:
+        assert list(chunk.token_ids[: len(text) - chunk.start]) == list(text[chunk.start : chunk.end])
+        assert chunk.num_logits == max(chunk.end - len(text), 0) == (SPEC.size if chunk.denoising else 0)
+        for g, window in enumerate((None, WINDOW)):
+            begin = 0 if window is None else max(chunk.start - window + 1, 0)
+            for i, low, high in self._spans(begin, chunk.start):
+                first = i * self.block_size
+                wanted = [hash(tuple(text[: first + at + 1])) for at in range(low, high)]
+                found = self.blocks[g][chunk.blocks[g][i]][low:high]
+                assert found == wanted, f"{chunk}: block {i} of group {g}"
+
+    def _denoise(self, chunk: Chunk, row: SamplingRow, text: Sequence[int]) -> list[Place]:
+        assert chunk.denoising is not None
+        assert row.entropy_at == chunk.denoising.temperature > 0
+        assert row.position == len(text)
+        tokens = [*text[: chunk.start], *chunk.token_ids]
+        places = []
+        for i in range(row.num_samples):
+            block, offset = divmod(row.position + i, self.block_size)
+            left = {held[table[block]][offset] for held, table in zip(self.blocks, chunk.blocks, strict=True)}
+            assert chunk.denoising.is_first or len(left) == 1
+            before = 0 if chunk.denoising.is_first else left.pop()
+            forbidden = row.stop_token_ids if i < row.num_stopless else frozenset()
+            places.append(make_place(tokens, row.position + i, before, row.seed, forbidden))
+        return places
+
+
+def describe(places: Sequence[Place]) -> Sampled:
+    """The answer of a pass."""
+    denoised = Denoised(
+        tuple([place.likeliest.token_id for place in places]), tuple([place.entropy for place in places])
+    )
+    likeliest = tuple([place.likeliest for place in places])
+    return Sampled(tuple([place.drawn for place in places]), likeliest, denoised=denoised)
+
+
+class World:
+    """Sequences on noisy canvases, and what becomes of each."""
+
+    def __init__(self, *, num_blocks: int, host_nbytes: int, budget: int = 41) -> None:
+        self.limits = SchedulerLimits(
+            max_num_seqs=4,
+            max_num_batched_tokens=budget,
+            max_waiting=1000,
+            max_model_len=LONGEST,
+            num_steps=8,
+            canvas=SPEC,
+        )
+        cache = CacheOptions(block_nbytes=(BLOCK_NBYTES,) * 2, host_nbytes=host_nbytes)
+        counts = (num_blocks + 1,) * 2
+        sizes = dict(num_slots=0, max_step_len=budget, cache=cache)
+        self.memory = Allocation(GROUPS, counts, BLOCK, **sizes)  # type: ignore[arg-type]
+        self.s = Scheduler(self.limits, self.memory)
+        self.s.costs.observe(1, 1e-4)
+        self.device = Device(GROUPS, counts, BLOCK, 0, self.limits, host_nbytes)
+        self.texts: dict[int, list[int]] = {}
+        self.asks: dict[int, Ask] = {}
+        self.counts: Counter[str] = Counter()
+        self._ids = 0
+
+    def submit(self, ask: Ask, num_choices: int = 1) -> None:
+        sequences = []
+        for index in range(num_choices):
+            own = replace(ask, seed=ask.seed + index)
+            sequences.append(self._make(own, f"r{self._ids + 1 - index}", index, own.prompt))
+            self.asks[self._ids], self.texts[self._ids] = own, [*own.prompt]
+        self.s.add(*sequences)
+
+    def _make(self, ask: Ask, request_id: str, index: int, tokens: Sequence[int]) -> TokenSequence:
+        """A sequence of which these tokens are known."""
+        self._ids += 1
+        given, prompt_len = (ask.params, ask.stops, ask.max_len, ask.seed), len(ask.prompt)
+        how = dict(prompt_len=prompt_len, canvas=NoisyCanvas(SPEC, VOCAB_SIZE))
+        return TokenSequence(self._ids, request_id, index, [*tokens], *given, **how)  # type: ignore[arg-type]
+
+    def resume(self, seq_id: int) -> None:
+        """Go on with a sequence in another one, as after a crash."""
+        self.s.cancel(seq_id)
+        seq = self._make(self.asks[seq_id], f"r{self._ids + 1}", 0, self.texts[seq_id])
+        self.asks[seq.id], self.texts[seq.id] = self.asks.pop(seq_id), self.texts.pop(seq_id)
+        self.s.add(seq)
+        self.counts["resumed"] += len(self.texts[seq.id]) > len(self.asks[seq.id].prompt)
+
+    def step(self, *, fails: bool = False) -> None:
+        plan = self.s.plan()
+        if plan is None:
+            assert not self.asks, "there is work, and no plan"
+            return
+        assert plan.num_steps == 1
+        batch = self.s.sampling(plan)
+        self.counts["shared"] += len(plan.chunks) > 1
+        self.counts["cut"] += any(not chunk.num_logits for chunk in plan.chunks)
+        if fails:
+            self.device.fail(plan, len(plan.moves))
+            self.s.isolate()
+            return
+        sampled = self.device.run(plan, batch, {i: [*text] for i, text in self.texts.items()})
+        for update in self.s.commit(plan, sampled):
+            event = update.event
+            self.texts[update.seq_id] += event.token_ids
+            self.counts["events"] += 1
+            if event.finish_reason is not None:
+                self._check_end(update.seq_id, event.finish_reason)
+        self.s.check()
+
+    def _check_end(self, seq_id: int, reason: FinishReason) -> None:
+        ask, text = self.asks.pop(seq_id), self.texts.pop(seq_id)
+        wanted, why = ask.write()
+        assert text == [*ask.prompt, *(one.token_id for one in wanted)]
+        assert reason == why
+        self.counts[why] += 1
+
+    def cancel(self, seq_id: int) -> None:
+        self.s.cancel(seq_id)
+        del self.asks[seq_id], self.texts[seq_id]
+
+
+def draw_ask(rng: random.Random, heads: Sequence[tuple[int, ...]]) -> Ask:
+    own = tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 12)))
+    prompt = (*rng.choice(heads), *own)
+    length = rng.choice([0, 1, 3, 9, 20])
+    params = SamplingParams(max_tokens=length, min_tokens=rng.randrange(min(length, 4) + 1))
+    stops = frozenset(rng.sample(range(VOCAB_SIZE), rng.choice([0, 0, 1])))
+    return Ask(prompt, min(len(prompt) + length, LONGEST), params, stops, rng.randrange(1000))
+
+
+@pytest.mark.parametrize("num_blocks", [48, 10])
+@pytest.mark.parametrize("host_nbytes", [0, 40 * BLOCK_NBYTES])
+def test_each_text_is_that_of_its_sequence_alone(num_blocks: int, host_nbytes: int) -> None:
+    rng = random.Random(num_blocks + host_nbytes)
+    heads = [(), *(tuple(rng.randrange(VOCAB_SIZE) for _ in range(n)) for n in (9, 16, 25))]
+    world = World(num_blocks=num_blocks, host_nbytes=host_nbytes)
+    world.s.costs.prefers_moving = lambda nbytes, tokens: rng.random() < 0.5  # type: ignore[method-assign]
+    for _ in range(1200):
+        if len(world.asks) < 12 and rng.random() < 0.2:
+            world.submit(draw_ask(rng, heads), rng.choice([1, 1, 1, 3]))
+        if world.asks and rng.random() < 0.02:
+            world.cancel(rng.choice([*world.asks]))
+        if world.asks and rng.random() < 0.05:
+            world.resume(rng.choice([*world.asks]))
+        world.step(fails=bool(world.asks) and rng.random() < 0.01)
+    while world.asks:
+        world.step()
+    stats = world.s.stats()
+    assert stats["num_free_blocks"] + stats["num_cached_blocks"] == 2 * num_blocks
+    assert world.s.cache_counts["hit_tokens"] > 0
+    counted = ("shared", "cut", "events", "stop", "length")
+    assert all(world.counts[name] > 10 for name in counted), world.counts
+    assert world.counts["resumed"] > 3
+    assert num_blocks > 10 or world.s.num_preemptions > 20
+    assert (world.s.num_swaps > 0) == (num_blocks == 10 and host_nbytes > 0)
+
+
+def test_places_of_least_entropy_are_accepted_up_to_a_sum_of_those_before() -> None:
+    assert find_accepted([0.5, 0.1, 0.3, 0.2], 0.0) == {1}
+    assert find_accepted([0.5, 0.1, 0.3, 0.2], 0.1) == {1, 3}
+    assert find_accepted([0.5, 0.1, 0.3, 0.2], 0.31) == {1, 3, 2}
+    assert find_accepted([0.5, 0.1, 0.3, 0.2], 1.0) == {0, 1, 2, 3}
+    assert find_accepted([2.0, 2.0], 1.0) == {0}, "the first of equals, and one in any case"
+
+
+def test_a_canvas_that_begins_anew_has_the_same_noise() -> None:
+    canvas = NoisyCanvas(SPEC, 1000)
+    first = canvas.open(3, seed=7)
+    assert canvas.denoising == (SPEC.hottest, True)
+    likeliest = (1, 2, 3, 4, 5)
+    canvas.fill((9,) * 5, likeliest, (0.5, 3.0, 3.0, 3.0, 0.2), None, 3, 7)
+    second = canvas.open(3, seed=7)
+    assert [at for at in range(5) if second[at] == 9] == [0, 1, 4]
+    heat, is_first = canvas.denoising
+    assert (heat, is_first) == (pytest.approx(0.4 + 0.4 * 5 / 6), False)
+    canvas.restart()
+    assert canvas.open(3, seed=7) == first
+    canvas.fill((9,) * 5, likeliest, (0.5, 3.0, 3.0, 3.0, 0.2), None, 3, 7)
+    assert canvas.open(3, seed=7) == second
+    assert not canvas.take(9, ())
+    canvas.fill((9,) * 5, likeliest, (0.1,) * 5, None, 3, 7)
+    assert [one.token_id for one in canvas.take(9, {3})] == [1, 2, 3]
+    assert canvas.open(6, seed=7) != first
