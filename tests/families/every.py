@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from plait.families.common.registry import find
-from tests.families import canvases, test_chameleon, test_nemotron_nas, tiny
+from tests.families import canvases, noisy_canvases, test_chameleon, test_nemotron_nas, tiny
 from tests.families.gguf.published_kin import KIN, as_published
 from tests.families.gguf.recorded import read_checkpoint
 from tests.families.newer_oracles import DESCRIBED
@@ -48,7 +48,7 @@ PUBLISHED = {
 # The variant of tiny.VARIANTS that each is, in the words of the state-spaces project.
 STATE_SPACES = {"state_spaces_mamba1": "mamba", "state_spaces_mamba2": "mamba2"}
 # Checkpoints that tests of their own write.
-OTHERS = {"chameleon": "chameleon", "nemotron_nas": "nemotron-nas"}
+OTHERS = {"chameleon": "chameleon", "nemotron_nas": "nemotron-nas", "diffusion_gemma": "diffusion_gemma"}
 NAMES = (*tiny.VARIANTS, *ORACLES, *DESCRIBED, *PUBLISHED, *STATE_SPACES, *OTHERS, *canvases.NAMES)
 CANVAS = 4  # tokens, as a block has in the tests of runners
 
@@ -68,6 +68,8 @@ def read_model(name: str, folder: Path) -> tuple[Config, Memory]:
     if name in canvases.NAMES:
         config, stored = canvases.write(name, folder, CANVAS)
         return config, Memory(stored)
+    if name == "diffusion_gemma":
+        return noisy_canvases.read(folder)
     if name == "nemotron_nas":
         return test_nemotron_nas.CONFIG, Memory(test_nemotron_nas.write_checkpoint()[0])
     if name == "chameleon":

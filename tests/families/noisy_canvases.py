@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers.models.diffusion_gemma import generation_diffusion_gemma as published
 
 from plait.ops.seed import choice_seed, uniform
 from plait.schedule.drafts.noisy_canvas import NOISE
+from tests.families.parity import Memory
 
 VOCAB = 97
 TEXT: dict[str, Any] = dict(
@@ -75,6 +78,13 @@ def write(folder: Path, size: int = 8, strength: float = 0.02, **schedule: objec
     settings = copy.deepcopy({**SCHEDULE, **schedule})  # what it reads it changes
     model.generation_config = published.DiffusionGemmaGenerationConfig(**settings)
     model.save_pretrained(folder)
+
+
+def read(folder: Path) -> tuple[dict[str, Any], Memory]:
+    """A checkpoint that is written there, and how its canvases are filled with its config."""
+    write(folder)
+    config = json.loads((folder / "config.json").read_text())
+    return {**SCHEDULE, **config}, Memory(load_file(folder / "model.safetensors"))
 
 
 class Oracle:

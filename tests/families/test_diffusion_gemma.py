@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 
 from plait.errors import InvalidField, UnsupportedModel
 from plait.llm.llm import LLM
@@ -17,7 +15,7 @@ from plait.spec.canvas import NoisyCanvasSpec
 from plait.spec.values import decode_spec_value, encode_spec_value
 from tests.families import noisy_canvases
 from tests.families.noisy_canvases import Oracle
-from tests.families.parity import Memory, resolved
+from tests.families.parity import resolved
 
 PROMPTS = [[3, 4, 5], [*range(2, 40)], [7] * 16, [*range(50, 71)]]
 OPTIONS: dict[str, Any] = dict(
@@ -130,16 +128,15 @@ def test_a_grammar_is_refused_by_name(model: LLM) -> None:
     ],
 )
 def test_configs_that_make_no_canvas_are_refused(
-    folder: Path, changes: Mapping[str, object], words: str
+    tmp_path: Path, changes: Mapping[str, object], words: str
 ) -> None:
-    config = json.loads((folder / "config.json").read_text()) | noisy_canvases.SCHEDULE
-    tensors = Memory(load_file(folder / "model.safetensors"))
+    config, tensors = noisy_canvases.read(tmp_path)
     with pytest.raises(UnsupportedModel, match=words):
         resolved(tensors, {**config, **changes})
 
 
-def test_its_spec_reaches_other_processes(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text()) | noisy_canvases.SCHEDULE
-    spec = resolved(Memory(load_file(folder / "model.safetensors")), config).spec
+def test_its_spec_reaches_other_processes(tmp_path: Path) -> None:
+    config, tensors = noisy_canvases.read(tmp_path)
+    spec = resolved(tensors, config).spec
     assert spec.canvas == NoisyCanvasSpec(8, 6, 0.3, 0.9, 1.5, 1, 0.2)
     assert decode_spec_value(encode_spec_value(spec)) == spec

@@ -30,6 +30,7 @@ from plait.schedule.allocation import Allocation
 from plait.schedule.costs import SchedulerLimits
 from plait.schedule.pools import CacheOptions
 from plait.schedule.scheduler import Scheduler
+from plait.spec.canvas import CanvasSpec
 from plait.state.store import StateStore
 from tests.engine.hash_model import Reader
 from tests.families import tiny
@@ -119,8 +120,9 @@ class Side:
         for tensor in store.tensors:
             tensor.zero_()
         canvas = model.spec.canvas
-        sampler = Sampler(vocab, chip=self.chip, banned=[canvas.mask_token] if canvas else ())
-        tried = {"canvas": canvas.size} if canvas else {"num_draft_tokens": 4}
+        has_masks = isinstance(canvas, CanvasSpec)
+        sampler = Sampler(vocab, chip=self.chip, banned=[canvas.mask_token] if has_masks else ())
+        tried = {"canvas": canvas.size} if has_masks else {"num_draft_tokens": 4}
         capacity = Capacity.of(self.budget, self.num_seqs, LONGEST, BLOCK, **tried)
         graphs = TorchGraphs(self.chip) if self.has_graphs else None
         self.runner = ModelRunner(

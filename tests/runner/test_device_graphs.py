@@ -31,6 +31,7 @@ QUICK: dict[str, dict[str, int]] = {"llama": ONE, "deepseek_v3": {**ONE, **EXPER
 # Rows of a tile that are no queries divide 0 by 0, and are not stored.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 KEPT = (("llama", "bfloat16"), ("deepseek_v3", "int8"), ("deepseek_v3", "bfloat16"))
+CAPTURED = [name for name in NAMES if name != "diffusion_gemma"]  # its passes run op by op
 SAMPLE = ("sambay",)  # attention with a window, keys that layers share, Mamba1
 PROMPTS = ([3, 5, 7], [11], [2, 9, 4, 4, 8], [17, 6])
 FEW = 2  # requests of every family's model: the first ends, then its row is padding
@@ -66,19 +67,19 @@ def test_so_do_those_over_keys_and_values_of_another_dtype(name: str, kept: str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in NO_CODES])
+@pytest.mark.parametrize("name", [name for name in CAPTURED if name not in NO_CODES])
 def test_so_do_those_of_every_family_over_codes(name: str, folder: Path) -> None:
     agrees(gpu_decoder(name, folder / name, "int8"), FEW)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CAPTURED)
 def test_so_do_those_of_every_family(name: str, folder: Path) -> None:
     agrees(gpu_decoder(name, folder / name), FEW)
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+    "name", [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.slow) for name in CAPTURED]
 )
 def test_whatever_happens_to_captured_steps_the_text_is_that_of_steps_op_by_op(
     name: str, folder: Path

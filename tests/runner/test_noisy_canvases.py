@@ -1,0 +1,65 @@
+"""Noisy canvases by a GPU's kernels and its sampler, in Triton's interpreter: all requests in one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.model.decoder import Decoder
+from tests.families import noisy_canvases
+from tests.families.noisy_canvases import Oracle
+from tests.runner.device_engine import Side, gpu_decoder, plain_decoder
+
+PROMPTS = ([3, 5, 7], [*range(20, 34)])
+DRAWN: tuple[dict[str, Any], ...] = (
+    {"temperature": 1.0, "logprobs": 2},
+    {"temperature": 0.7, "top_p": 0.8, "min_tokens": 3, "logit_bias": {9: 2.0}},
+    {"temperature": 1.3, "presence_penalty": 0.9, "top_k": 9, "logprobs": 0},
+)
+
+
+def write_all(side: Side) -> Side:
+    for i, prompt in enumerate(PROMPTS):
+        side.submit(f"r{i}", prompt, max_tokens=6, temperature=0.0, seed=11)
+    for i, params in enumerate(DRAWN):
+        more = {"stop_token_ids": frozenset({9})} if "min_tokens" in params else {}
+        side.submit(f"d{i}", PROMPTS[i % 2], more=more, max_tokens=5, **params)
+    return side
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [plain_decoder, pytest.param(gpu_decoder, marks=pytest.mark.slow)],
+    ids=["sampler", "all kernels"],
+)
+def test_texts_are_those_of_the_published_loop_and_draws_those_of_a_cpu(
+    decoder: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two layers and two passes: the interpreter is slow."""
+    monkeypatch.setitem(noisy_canvases.SCHEDULE, "max_denoising_steps", 2)
+    for key, value in {
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }.items():
+        monkeypatch.setitem(noisy_canvases.TEXT, key, value)
+    memory: dict[str, Any] = {"blocks": 24, "budget": 96, "num_seqs": 5}
+    device = write_all(Side(decoder("diffusion_gemma", tmp_path), True, **memory))
+    assert device.runner.step_kind == "op by op: passes over noisy canvases are not captured"
+    host = write_all(Side(plain_decoder("diffusion_gemma", tmp_path), False, **memory, chip=None))
+    found = device.finish()
+    assert found == host.finish()
+    oracle = Oracle(tmp_path)
+    assert [found["r0"], found["r1"]] == [oracle.write(prompt, 6, 11)[0] for prompt in PROMPTS]
+    for name, count in (("d0", 2), ("d2", 0)):
+        here, there = (
+            [one for event in side.reader.events[name, 0] for one in event.logprobs or ()]
+            for side in (device, host)
+        )
+        assert [one.token_id for one in here] == found[name]
+        for one, other in zip(here, there, strict=True):
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+            assert [token for token, _ in one.top] == [token for token, _ in other.top]
+            assert len(one.top) >= count
