@@ -31,6 +31,7 @@ from plait.memory import block_groups, has_slots
 from plait.model.decoder import Decoder
 from plait.runner.batches.inputs import build_batch
 from plait.runner.device_graphs import most_tables_nbytes
+from plait.schedule.drafts.passes import Denoising
 from plait.schedule.plan import Chunk, StepPlan
 from plait.state.store import StateStore
 
@@ -201,8 +202,9 @@ def _garbage_steps(
 
     @torch.inference_mode()
     def run(adapter: int) -> None:
+        passed = Denoising(1.0, False) if decoder.denoiser and num_logits > 1 else None
         chunks = (
-            Chunk(i, start, (0,) * n, table, 0, min(n, num_logits), adapter=adapter)
+            Chunk(i, start, (0,) * n, table, 0, min(n, num_logits), adapter=adapter, denoising=passed)
             for i, (start, n) in every
         )
         plan = StepPlan(0, tuple(chunks))
@@ -210,7 +212,10 @@ def _garbage_steps(
         store = StateStore(decoder.states, {g.name: 1 for g in groups}, slots, block_size, device, dtype)
         for tensor in store.tensors:
             tensor.zero_()
-        logits = decoder(build_batch(plan, groups, block_size, device), store)
+        batch = build_batch(plan, groups, block_size, device)
+        logits = decoder(batch, store)
+        if decoder.denoiser and batch.canvas:
+            decoder.denoiser.keep(logits, batch, store)
         torch.empty_like(logits)  # penalties, biases and masks make a copy
 
     return [partial(run, adapter) for adapter in ((0, 1) if decoder.adapters else (0,))]

@@ -92,6 +92,11 @@ class Sampler:
         if not self._is_gpu:
             return self.host.sample(logits.numpy(), batch)
         check_count(batch.rows, logits.shape[0])
+        if len(batch.rows) > 1 and any(row.entropy_at for row in batch.rows):
+            # One canvas after the other: a copy of all rows at once would take as much memory again.
+            parts = logits.split([row.num_logits for row in batch.rows])
+            pairs = zip(parts, batch.rows, strict=True)
+            return [answer for part, row in pairs for answer in self.sample(part, SamplingBatch((row,)))]
         if any(row.params.needs_chain or row.negative >= 0 for row in batch.rows):
             return self._sample_in_parts(logits, batch)
         draws = [(row, i) for row in batch.rows for i in range(row.num_samples)]
