@@ -149,7 +149,8 @@ def watch(decoder: Decoder) -> tuple[Decoder, list[tuple[Batch, StateStore]]]:
     seen: list[tuple[Batch, StateStore]] = []
 
     class Watched:
-        states, spec, adapters = decoder.states, decoder.spec, decoder.adapters
+        states, spec = decoder.states, decoder.spec
+        adapters, denoiser = decoder.adapters, decoder.denoiser
 
         def __call__(self, batch: Batch, store: StateStore) -> torch.Tensor:
             seen.append((batch, store))
