@@ -88,8 +88,7 @@ class ModelRunner:
                 make_moves(self.store, plan)
         if not plan.chunks:
             return Done([])
-        is_noisy = any(chunk.denoising for chunk in plan.chunks)  # such passes are not recorded
-        if self.replay is not None and not is_noisy and self.replay.fits(plan):
+        if self.replay is not None and self.replay.fits(plan):
             try:
                 return self.replay.launch(plan, sampling)
             except BaseException:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -107,6 +109,19 @@ def test_a_reply_ends_with_its_stop_token_and_never_before_min_tokens(model: LLM
 def test_the_last_canvas_ends_with_the_longest_sequence(model: LLM) -> None:
     found = model.generate([[*range(2, 93)] + [7] * 30], likeliest(max_tokens=7))[0].outputs[0]
     assert (len(found.token_ids), found.finish_reason) == (7, "length")
+
+
+def test_a_command_writes_the_same_each_time(folder: Path, kernel_folder: Path, tmp_path: Path) -> None:
+    """No startup image is kept: one would compute places as if they were known tokens."""
+    (tmp_path / "kernels").symlink_to(kernel_folder)
+    wanted = Oracle(folder).write(PROMPTS[0], 9, 11)[0]
+    command = [sys.executable, "-m", "plait", "generate", "-m", str(folder), "--ids", "3,4,5", "--seed", "11"]
+    command += ["--max-tokens", "9", "--temperature", "0", "--dtype", "float32", "--max-model-len", "96"]
+    command += ["--device", "cpu", "--cache-dir", str(tmp_path)]
+    for _ in range(2):
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=250)
+        assert ran.stdout.split() == [str(token) for token in wanted], ran.stderr
+    assert not [*tmp_path.glob("images/*.image")]
 
 
 def test_a_grammar_is_refused_by_name(model: LLM) -> None:

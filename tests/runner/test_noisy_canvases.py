@@ -7,8 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
+from plait.memory import BlockGroup
 from plait.model.decoder import Decoder
+from plait.runner.host.static_batch import Capacity, StaticBatch
+from plait.schedule.drafts.passes import Denoising
+from plait.schedule.plan import Chunk, StepPlan
 from tests.families import noisy_canvases
 from tests.families.noisy_canvases import Oracle
 from tests.runner.device_engine import Side, gpu_decoder, plain_decoder
@@ -63,3 +68,12 @@ def test_texts_are_those_of_the_published_loop_and_draws_those_of_a_cpu(
             assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
             assert [token for token, _ in one.top] == [token for token, _ in other.top]
             assert len(one.top) >= count
+
+
+def test_no_recorded_step_fits_a_pass() -> None:
+    static = StaticBatch(
+        Capacity(tokens=16, logits=17, seqs=2, blocks=4), [BlockGroup("full", None, ("a",))], 8
+    )
+    chunk = Chunk(1, 3, (5, 6, 7, 8), ((1,),), 0, num_logits=4)
+    assert static.fits(StepPlan(1, (chunk,)))
+    assert not static.fits(StepPlan(1, (structs.replace(chunk, denoising=Denoising(0.8, True)),)))

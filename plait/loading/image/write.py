@@ -123,6 +123,8 @@ def _why_none(built: Built | Loaded) -> str | None:
     """Why a model that runs has no image."""
     if built.target.device.type != "cpu" or not isinstance(built.runner.replay, ProgramReplay):
         return f"its step is not recorded: {built.runner.step_kind}"
+    if built.runner.decoder.denoiser:
+        return "passes over its canvases run op by op"
     if built.opened.plugins:
         return "plug-ins are installed"
     if built.opened.resolved.is_detected:

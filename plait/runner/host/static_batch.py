@@ -107,8 +107,11 @@ class StaticBatch:
         }
 
     def fits(self, plan: StepPlan) -> bool:
+        """Whether a plan is no larger than the buffers, and without passes over noisy canvases."""
         c, logits = self.capacity, 0
         for chunk in plan.chunks:
+            if chunk.denoising is not None:
+                return False
             logits += chunk.num_logits
             for table in chunk.blocks:
                 if len(table) > c.blocks:
