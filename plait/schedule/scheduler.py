@@ -373,8 +373,8 @@ class Scheduler:
         return add_earlier(Update(seq.id, event, len(draft), num_ahead if draft else 0), answer, earlier)
 
     def _advance_canvas(self, seq: TokenSequence, chunk: Chunk, answer: Sampled | None) -> Update | None:
-        update = advance_canvas(seq, chunk, answer, self.memory)
-        if answer is not None:
+        update, is_kept = advance_canvas(seq, chunk, answer, self.memory), seq.canvas and seq.canvas.is_kept
+        if update is not None or (answer is not None and is_kept):  # else a failure would undo it
             self._clear(seq)
         if update is not None and update.event.finish_reason is not None:
             self._finish(seq)

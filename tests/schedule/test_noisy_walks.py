@@ -283,6 +283,23 @@ def test_each_text_is_that_of_its_sequence_alone(num_blocks: int, host_nbytes: i
     assert (world.s.num_swaps > 0) == (num_blocks == 10 and host_nbytes > 0)
 
 
+def test_replies_come_to_their_end_where_shared_steps_fail_more_often_than_canvases_are_done() -> None:
+    """A canvas begins anew after a failure. Alone it must be done before others share its steps again."""
+    rng, world = random.Random(3), World(num_blocks=48, host_nbytes=0)
+    for _ in range(4):
+        world.submit(replace(draw_ask(rng, [(1, 2, 3)]), max_len=40, params=SamplingParams(max_tokens=20)))
+    shared = 0
+    for _ in range(2000):
+        if not world.asks:
+            break
+        before = world.counts["shared"]
+        world.step(fails=shared % 3 == 2)
+        shared += world.counts["shared"] - before
+    assert not world.asks
+    assert world.counts["length"] + world.counts["stop"] == 4
+    assert shared > 5
+
+
 def test_places_of_least_entropy_are_accepted_up_to_a_sum_of_those_before() -> None:
     assert find_accepted([0.5, 0.1, 0.3, 0.2], 0.0) == {1}
     assert find_accepted([0.5, 0.1, 0.3, 0.2], 0.1) == {1, 3}

@@ -17,6 +17,8 @@ from plait.spec.canvas import CanvasSpec
 class Canvas:
     """The places behind a sequence's last token, up to the next multiple of the spec's size."""
 
+    is_kept = True  # without the memory of its passes
+
     def __init__(self, spec: CanvasSpec) -> None:
         bounds = [math.log(p) if p else -math.inf for p in (spec.threshold, spec.edit_threshold)]
         self.spec, (self._least, self._least_edit) = spec, bounds

@@ -20,6 +20,8 @@ NOISE = 1 << 32  # seeds of what replaces tokens; those below are of draws
 class NoisyCanvas:
     """The places behind a sequence's last token. vocab_size: how many tokens there are."""
 
+    is_kept = False  # without the memory of its passes
+
     def __init__(self, spec: NoisyCanvasSpec, vocab_size: int) -> None:
         self.spec, self._vocab_size = spec, vocab_size
         self.restart()
