@@ -62,7 +62,7 @@ from plait.families.common.inside import note_unread
 from plait.families.resolve import UNEQUAL, parse_override, resolve
 from plait.loading.adapters.merge import MergedGguf, MergedSafetensors
 from plait.loading.adapters.place import open_adapter
-from plait.loading.open_model import Opened, open_model
+from plait.loading.open_model import Opened, open_model, read_config
 from plait.quant.weight import as_tensor
 from plait.resource_limits import default_threads
 from plait.text.tokenizers.gguf_files import CARRIED, FILES
@@ -262,10 +262,8 @@ def _raw_config(opened: Opened) -> dict[str, object] | None:
 
     Raises ConfigError if it cannot hold them.
     """
-    if opened.metadata is not None:
-        raw = own_config(opened.metadata)
-    else:
-        raw = read_json(opened.files.config, "config.json") if opened.files.config else None
+    metadata = opened.metadata
+    raw = own_config(metadata) if metadata is not None else read_config(opened.files.config)
     why, values = opened.resolved.provenance, opened.resolved.config
     given = {key: values[key] for key in why if why[key].startswith(PROBED)}
     given |= {key: False for key in ("tie_word_embeddings",) if UNEQUAL in why.get(key, "")}

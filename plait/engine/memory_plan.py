@@ -151,7 +151,9 @@ def fit_canvas(config: EngineConfig, canvas: AnyCanvas | None) -> EngineConfig:
             "which drafts cannot come before; leave the option out"
         )
     is_noisy = isinstance(canvas, NoisyCanvasSpec)
-    num_seqs = min(config.max_num_seqs, max(MOST_PLACES // canvas.size, 1) if is_noisy else MOST_PLACES)
+    num_seqs = (
+        min(config.max_num_seqs, max(MOST_PLACES // canvas.size, 1)) if is_noisy else config.max_num_seqs
+    )
     needed = 2 * canvas.size * num_seqs
     return replace(
         config,

@@ -20,6 +20,7 @@ from plait.spec.canvas import NoisyCanvasSpec
 from plait.spec.model import AttentionSpec, BranchSpec, ModelSpec
 
 LONGEST, MOST_PASSES = 1024, 1024
+COOL, LEAST = 1e-3, 1e-9  # the least temperature at the beginning, and entropy
 PREFIX = "model.decoder."
 ENCODER = "model.encoder.language_model.layers.{i}.layer_scalar"
 # Which keys say how canvases are written; they are in generation_config.json.
@@ -75,11 +76,11 @@ def read_canvas(c: Config) -> NoisyCanvasSpec:
     sampler = c["sampler_config"]
     if not isinstance(sampler, dict) or sampler.get("_cls_name") not in (None, "EntropyBoundSamplerConfig"):
         raise UnsupportedModel(f"sampler_config is {sampler!r:.80}; expected is an entropy_bound")
-    hottest = _number(c, "t_max", c["t_max"], most=1.0)
+    hottest = _number(c, "t_max", c["t_max"], least=COOL, most=1.0)
     return NoisyCanvasSpec(
         size=_count(c, "canvas_length", LONGEST),
         most_passes=_count(c, "max_denoising_steps", MOST_PASSES),
-        coolest=_number(c, "t_min", c["t_min"], most=hottest),
+        coolest=_number(c, "t_min", c["t_min"], least=0.0, most=hottest),
         hottest=hottest,
         entropy_bound=_number(c, "entropy_bound", sampler.get("entropy_bound")),
         stable_passes=_count(c, "stability_threshold", MOST_PASSES, least=0),
@@ -94,7 +95,7 @@ def _count(c: Config, key: str, most: int, least: int = 1) -> int:
     return value
 
 
-def _number(c: Config, key: str, value: object, most: float = 1e3) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
-        raise UnsupportedModel(f"{key} is {value!r:.40}; expected is above 0 and at most {most:g}")
+def _number(c: Config, key: str, value: object, least: float = LEAST, most: float = 1e3) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        raise UnsupportedModel(f"{key} is {value!r:.40}; expected is a number from {least:g} to {most:g}")
     return float(value)

@@ -72,6 +72,10 @@ HELD_NBYTES = 64 << 20  # of a file's pages, while its weights are packed one af
 Progress = Callable[[str, int, int], None]  # what is being done, how much of it, of how much
 
 
+# How a noisy canvas' schedule draws, unless a request or generation_config.json says otherwise.
+UNCHANGED = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
 @dataclass(frozen=True, slots=True)
 class Opened:
     """A model's headers, read and understood; no weight has been touched."""
@@ -119,7 +123,7 @@ class Opened:
             vocab=self.config.vocab,
             chat_template=self.config.chat_template,
             oxidizr=self.is_oxidizr,
-            temperature=1.0 if isinstance(self.resolved.spec.canvas, NoisyCanvasSpec) else None,
+            sampling=UNCHANGED if isinstance(self.resolved.spec.canvas, NoisyCanvasSpec) else None,
         )
 
     def tokenizer(self) -> Tokenizer | None:
@@ -155,7 +159,7 @@ def open_model(model: str, config: EngineConfig, *, probed: bool = True, drafts:
     """
     plugins = load_plugins(config)
     files = find_model(model, offline=config.offline)
-    raw = _read_config(files.config)
+    raw = read_config(files.config)
     if files.kind == "gguf":
         gguf = GgufFile(files.weights[0])
         resolved = _resolve(gguf, None, gguf.metadata, config, files)
@@ -163,11 +167,22 @@ def open_model(model: str, config: EngineConfig, *, probed: bool = True, drafts:
     else:
         scheme = find_scheme(raw, files.side_files)
         tensors = QuantizedCheckpoint(SafetensorsFiles(*files.weights, index=files.index), scheme)
-        opened = Opened(files, tensors, None, _resolve(tensors, raw, None, config, files), config, plugins)
+        resolved = _resolve(tensors, raw, None, config, files)
+        if files.config and isinstance(resolved.spec, ModelSpec) and resolved.spec.canvas_mlp:
+            theirs = _read_schedule(files.config).keys() - read_json(files.config, "config.json").keys()
+            why = {
+                key: "generation_config.json"
+                for key in theirs
+                if resolved.provenance.get(key) == "config.json"
+            }
+            resolved = replace(resolved, provenance={**resolved.provenance, **why})
+        opened = Opened(files, tensors, None, resolved, config, plugins)
     if isinstance(spec := opened.resolved.spec, DraftHeadSpec) and not drafts:
         raise UnsupportedModel(
             f"{files.name} is {spec.title}: {DRAFTER}; `plait serve MODEL --speculate {model}` uses it"
         )
+    if isinstance(spec, ModelSpec) and drafts and spec.canvas:
+        raise UnsupportedModel("it writes several tokens at once, and drafts are written one by one")
     if isinstance(spec, ModelSpec):
         opened = replace(opened, config=_fit_canvas(config, spec))
     if not probed or not opened.resolved.is_detected:
@@ -176,14 +191,19 @@ def open_model(model: str, config: EngineConfig, *, probed: bool = True, drafts:
     return replace(opened, resolved=with_findings(opened, findings)) if findings else opened
 
 
-def _read_config(path: Path | None) -> dict[str, Any] | None:
+def read_config(path: Path | None) -> dict[str, Any] | None:
     """A model's config.json, if it has one; of a model with noisy canvases with what its
     generation_config.json says of them. Raises BadFile."""
     raw = read_json(path, "config.json") if path else None
     if path is None or raw is None or raw.get("canvas_length") is None:
         return raw
+    return _read_schedule(path) | raw
+
+
+def _read_schedule(path: Path) -> dict[str, Any]:
+    """What generation_config.json next to a config.json says of noisy canvases."""
     said = load_generation_config(path.parent)
-    return {key: said[key] for key in SCHEDULE if said.get(key) is not None} | raw
+    return {key: said[key] for key in SCHEDULE if said.get(key) is not None}
 
 
 def _fit_canvas(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
@@ -192,7 +212,8 @@ def _fit_canvas(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
     for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
         given, used = getattr(config, name), getattr(fitted, name)
         if given != used:
-            log.info("%s: %d instead of %d, which canvases need", name, used, given)
+            level = logging.INFO if used > given else logging.WARNING
+            log.log(level, "%s: %d instead of %d, which canvases need", name, used, given)
     return fitted
 
 
@@ -200,7 +221,7 @@ def with_values(
     opened: Opened, values: Mapping[str, object], source: Callable[[str], str] = lambda _: "probed"
 ) -> Resolved:
     """The model as resolved with these keys in its config. --set wins. Raises as `open_model` does."""
-    raw = _read_config(opened.files.config)
+    raw = read_config(opened.files.config)
     said = tuple(f"{key}={json.dumps(value)}" for key, value in values.items())
     config = replace(opened.config, set=(*said, *opened.config.set))
     told = _resolve(opened.checkpoint, raw, opened.metadata, config, opened.files)

@@ -36,7 +36,7 @@ class TextSource:
     vocab: str | None = None
     chat_template: str | None = None
     oxidizr: bool = False
-    temperature: float | None = None  # if generation_config.json has none
+    sampling: Mapping[str, object] | None = None  # what holds where generation_config.json says nothing
     head: Mapping[str, object] | None = None
 
     def tokenizer(self) -> Tokenizer | None:
@@ -58,8 +58,8 @@ class TextSource:
         """The whole text side. Raises BadFile, UnsupportedFormat and ConfigError."""
         tokenizer = self.tokenizer()
         generation_config = load_generation_config(self._path, self.metadata)
-        if self.temperature is not None and generation_config.get("temperature") is None:
-            generation_config = {**generation_config, "temperature": self.temperature}
+        said = {key: value for key, value in generation_config.items() if value is not None}
+        generation_config = {**(self.sampling or {}), **said}
         list_suppressed(generation_config, self.vocab_size)  # names what it cannot read, before it is used
         if unread := list_unread(generation_config):
             log.warning("%s of %s: %s, not read", NAME, self.name, ", ".join(unread))

@@ -15,6 +15,7 @@ from plait.memory import PagedState, State, group_name
 from plait.model.layers.layers import Batch, Norm
 from plait.model.mixers.mlp import Mlp
 from plait.ops.activation import combine
+from plait.ops.low_rank import AdapterRows
 from plait.ops.rows import mix_rows, take_rows
 from plait.spec.model import AttentionSpec, MlpSpec, ModelSpec, NormSpec
 from plait.state.store import StateStore
@@ -33,6 +34,7 @@ class Denoiser:
         self.table = weights.scope("embed").weight("weight", (s.vocab_size, s.hidden_size))
         self.scale, self.dtype = s.embed_scale, w.target.dtype
         self._mix, self._take, self._combine = w.bind(mix_rows), w.bind(take_rows), w.bind(combine)
+        self._adapters = w.target.adapters
         # In blocks of the narrowest window, which are freed soonest.
         windows = [m.window for m in s.mixers_of(AttentionSpec) if m.window]
         window = min(windows, default=None)
@@ -46,9 +48,20 @@ class Denoiser:
         kept = store[NAME]["mixed"].flatten(0, 1)
         mixed = self._take(kept, batch.paged[self._group].slot_mapping[places])
         mixed = torch.where(batch.canvas.is_fresh[:, None], 0, mixed)  # nothing was made of these
-        made = self.mlp.forward(self.norm(mixed))
+        made = self._read(self.norm(mixed), batch)
         seen = self.post_norm(self._combine(self._take(x, places), made, 1.0))
         return x.index_copy(0, places, seen)
+
+    def _read(self, mixed: Tensor, batch: Batch) -> Tensor:
+        """What the MLP makes of places, each with its own token's adapter: linear layers go by row."""
+        if self._adapters is None or batch.adapters is None:
+            return self.mlp.forward(mixed)
+        step = self._adapters.step
+        step.current = AdapterRows.of(batch.adapters.slots[batch.logit_rows])
+        try:
+            return self.mlp.forward(mixed)
+        finally:
+            step.current = batch.adapters
 
     def keep(self, logits: Tensor, batch: Batch, store: StateStore) -> None:
         """Mix embeddings by the probabilities of every place, for the next pass. logits: [L, vocab].

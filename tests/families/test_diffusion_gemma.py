@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from plait.errors import InvalidField, UnsupportedModel
 from plait.llm.llm import LLM
@@ -18,6 +19,7 @@ from plait.spec.values import decode_spec_value, encode_spec_value
 from tests.families import noisy_canvases
 from tests.families.noisy_canvases import Oracle
 from tests.families.parity import resolved
+from tests.loading.adapters.made import linear_modules, write_merged, write_peft
 
 PROMPTS = [[3, 4, 5], [*range(2, 40)], [7] * 16, [*range(50, 71)]]
 OPTIONS: dict[str, Any] = dict(
@@ -135,9 +137,10 @@ def test_a_grammar_is_refused_by_name(model: LLM) -> None:
         ({"canvas_length": 0}, "canvas_length is 0; expected is a number from 1 to 1024"),
         ({"canvas_length": True}, "canvas_length is True"),
         ({"max_denoising_steps": "9"}, "max_denoising_steps is '9'"),
-        ({"t_max": 3.0}, "t_max is 3.0; expected is above 0 and at most 1"),
-        ({"t_min": 0.95}, "t_min is 0.95; expected is above 0 and at most 0.9"),
+        ({"t_max": 3.0}, "t_max is 3.0; expected is a number from 0.001 to 1"),
+        ({"t_min": 0.95}, "t_min is 0.95; expected is a number from 0 to 0.9"),
         ({"sampler_config": {"_cls_name": "Other"}}, "sampler_config is"),
+        ({"t_max": 1e-30, "t_min": 1e-31}, "t_max is 1e-30"),
         ({"sampler_config": {}}, "entropy_bound is None"),
         ({"confidence_threshold": float("nan")}, "confidence_threshold is nan"),
     ],
@@ -155,3 +158,52 @@ def test_its_spec_reaches_other_processes(tmp_path: Path) -> None:
     spec = resolved(tensors, config).spec
     assert spec.canvas == NoisyCanvasSpec(8, 6, 0.3, 0.9, 1.5, 1, 0.2)
     assert decode_spec_value(encode_spec_value(spec)) == spec
+
+
+def test_an_adapter_reaches_what_places_read(folder: Path, tmp_path: Path) -> None:
+    """Its rows are those of places alone, in batches with prompts."""
+    tensors = load_file(folder / "model.safetensors")
+    modules = [one for one in linear_modules(tensors) if "decoder" in one and "router" not in one]
+    assert any("self_conditioning" in one for one in modules)
+    changes = write_peft(tmp_path / "adapter", tensors, modules, lora_alpha=0.4)
+    write_merged(folder, tmp_path / "merged", {name: 0.1 * change for name, change in changes.items()})
+    wanted = [Oracle(tmp_path / "merged").write(prompt, 16, 11)[0] for prompt in PROMPTS]
+    plain = [Oracle(folder).write(prompt, 16, 11)[0] for prompt in PROMPTS]
+    assert wanted != plain
+    with LLM(str(folder), **OPTIONS, max_num_seqs=8, lora=(f"a={tmp_path / 'adapter'}",)) as loaded:
+        params = likeliest(max_tokens=16)
+        found = [loaded.generate(PROMPTS, params, adapter=name) for name in ("a", "")]
+    texts = [[list(one.outputs[0].token_ids) for one in each] for each in found]
+    assert texts == [wanted, plain]
+
+
+def test_rules_hold_for_the_tokens_of_the_reply(model: LLM) -> None:
+    """The reply has the likeliest tokens, and no draws."""
+    allowed = (5, 10, 11, 40, 41)
+    found = model.generate(PROMPTS, likeliest(temperature=1.0, allowed_token_ids=allowed))
+    assert {token for one in found for token in one.outputs[0].token_ids} <= {*allowed}
+    free = model.generate(PROMPTS[:1], likeliest())[0].outputs[0].token_ids
+    banned = tuple((token,) for token in {*free})
+    (without,) = model.generate(PROMPTS[:1], likeliest(bad_word_ids=banned))
+    assert not {*free} & {*without.outputs[0].token_ids}
+    penalty = {"presence_penalty": 1.7, "repetition_penalty": 1.4}
+    in_order = likeliest(**penalty, samplers=("penalties", "temperature"))
+    assert model.generate(PROMPTS[:1], in_order)[0].outputs[0].token_ids != free
+    plain = model.generate(PROMPTS[:1], likeliest(**penalty))[0].outputs[0].token_ids
+    assert model.generate(PROMPTS[:1], in_order)[0].outputs[0].token_ids == plain
+
+
+def test_draws_are_from_all_tokens_unless_something_says_otherwise(model: LLM) -> None:
+    params = SamplingParams().resolve(model.front.generation_config)
+    assert (params.temperature, params.top_k, params.top_p, params.min_p) == (1.0, 0, 1.0, 0.0)
+
+
+def test_a_converted_file_keeps_the_schedule(folder: Path, tmp_path: Path) -> None:
+    wanted = [Oracle(folder).write(prompt, 9, 11)[0] for prompt in PROMPTS]
+    for target, more in (("model.gguf", ["-q", "f32"]), ("changed", ["--set", "confidence_threshold=0.21"])):
+        command = [sys.executable, "-m", "plait", "convert", str(folder), str(tmp_path / target), *more]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=250)
+        assert ran.returncode == 0, ran.stderr
+        with LLM(str(tmp_path / target), **OPTIONS) as loaded:
+            found = loaded.generate(PROMPTS, likeliest(max_tokens=9))
+        assert [list(one.outputs[0].token_ids) for one in found] == wanted

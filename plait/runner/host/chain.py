@@ -77,15 +77,32 @@ def list_candidates(logits: npt.NDArray[np.float32], row: ChainRow) -> Candidate
 
     Raises EngineError if no logit is finite.
     """
-    if not math.isfinite(float(logits.max())):
-        raise EngineError(f"the model computed {logits.max()} as the largest logit of a token")
-    rules = keep_allowed(logits, row)
-    ids = np.flatnonzero(np.isfinite(rules))
-    left = Candidates(ids, rules[ids].astype(np.float64))
+    left = list_allowed(logits, row)
     for name in row.params.samplers or SAMPLERS:
         if not row.params.mirostat or name in BEFORE_MIROSTAT:
             left = STAGES[name](left, row)
     return left
+
+
+def list_allowed(logits: npt.NDArray[np.float32], row: ChainRow) -> Candidates:
+    """What rules leave of logits [vocab]. Raises EngineError if no logit is finite."""
+    if not math.isfinite(float(logits.max())):
+        raise EngineError(f"the model computed {logits.max()} as the largest logit of a token")
+    rules = keep_allowed(logits, row)
+    ids = np.flatnonzero(np.isfinite(rules))
+    return Candidates(ids, rules[ids].astype(np.float64))
+
+
+def denoise(logits: npt.NDArray[np.float32], row: ChainRow, temperature: float) -> tuple[int, float]:
+    """(the likeliest token that the samplers leave, the entropy in nats at a temperature of all that rules
+    leave, penalties included)."""
+    allowed, samplers = list_allowed(logits, row), row.params.samplers
+    allowed = penalize(allowed, row) if "penalties" in samplers else allowed
+    heated = (allowed.logits - allowed.logits.max()) / temperature
+    shares = np.exp(heated)
+    mass = shares.sum()
+    entropy = float(np.log(mass) - (shares * heated).sum() / mass)
+    return int(list_candidates(logits, row).sort_down().ids[0]), entropy
 
 
 def draw(left: Candidates, number: float) -> int:

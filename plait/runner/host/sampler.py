@@ -18,7 +18,7 @@ from msgspec import Struct
 from plait.errors import EngineError
 from plait.ops.seed import uniform
 from plait.request import SamplingParams, TokenLogprobs
-from plait.runner.host.chain import ChainRow, draw, list_candidates
+from plait.runner.host.chain import ChainRow, denoise, draw, list_candidates
 from plait.runner.host.mirostat import choose_by_surprise
 from plait.schedule.drafts.passes import Denoised
 from plait.schedule.plan import Sampled, SamplingBatch, SamplingRow
@@ -137,7 +137,12 @@ class HostSampler:
 
     def _denoise(self, logits: Floats, row: SamplingRow) -> Denoised:
         """The likeliest token of each sample, and its entropy, of what settings leave."""
-        edited = self.cut_to_limit(self._edit_rows(logits, [(row, i) for i in range(row.num_samples)]))
+        draws = [(row, i) for i in range(row.num_samples)]
+        edited = self.cut_to_limit(self._edit_rows(logits, draws))
+        if row.params.needs_chain:
+            chained = [_chain_row(draw_of) for draw_of in draws]
+            both = [denoise(*one, row.entropy_at) for one in zip(edited, chained, strict=True)]
+            return Denoised(tuple([token for token, _ in both]), tuple([entropy for _, entropy in both]))
         ids: list[int] = self._ops.largest(edited)[0][: len(edited)].tolist()
         # One by one: a row's bits must not depend on its neighbours.
         logs = (
@@ -298,11 +303,17 @@ def _penalise(logits: Floats, past: Longs, prompt_len: int, params: SamplingPara
         logits[ids] -= np.float32(params.presence_penalty)
 
 
+def _chain_row(draw_of: Draw) -> ChainRow:
+    """What a token is chosen by."""
+    row, i = draw_of
+    past = np.array((*row.history, *row.draft[:i]) if row.history else (), np.int64)
+    return ChainRow(row.params, past, row.prompt_len, row.seed, row.position + i)
+
+
 def _choose_by_chain(logits: Floats, draw_of: Draw, bounds: Bounds) -> int:
     """A token of logits [limit] by all samplers of its row."""
     row, i = draw_of
-    past = np.array((*row.history, *row.draft[:i]) if row.history else (), np.int64)
-    chained = ChainRow(row.params, past, row.prompt_len, row.seed, row.position + i)
+    chained = _chain_row(draw_of)
     left = list_candidates(logits, chained)
     if not row.params.mirostat:
         return draw(left.sort_down(), uniform(row.seed, row.position + i))

@@ -64,7 +64,8 @@ class NoisyCanvas:
         A request's temperature is a factor of the model's; at 0 nothing is drawn.
         """
         heat, _ = self.denoising
-        drawn = replace(params, temperature=(params.temperature or 0.0) * heat)
+        around = params.dynatemp_range * heat
+        drawn = replace(params, temperature=(params.temperature or 0.0) * heat, dynatemp_range=around)
         return drawn, choice_seed(seed, self._pass + 1), heat
 
     def list_past(self, known: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
