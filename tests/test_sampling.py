@@ -135,7 +135,7 @@ def test_what_took_long_in_a_run_is_listed(tmp_path: Path) -> None:
     log.write_text(
         "3.00s call     tests/ops/test_a.py::test_it[1]\n1.50s call     tests/ops/test_a.py::test_it[b-c]\n"
         "9.00s setup    tests/ops/test_b.py::test_it\n9.00s call     tests/e2e/test_c.py::test_it\n"
-        " 4.00s call     tests/test_d.py::TestWalk::runTest\n3.99s call     tests/test_d.py::test_e\n"
+        " 2.00s call     tests/test_d.py::TestWalk::runTest\n1.99s call     tests/test_d.py::test_e\n"
     )
     command = [sys.executable, "tools/list_costly_tests.py", str(log)]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)

@@ -3,7 +3,7 @@
     make test SAMPLE=all TESTS="--durations=0 --durations-min=0.05" > log
     python tools/list_costly_tests.py log
 
-Tests of whole servers are not listed: each commit runs them.
+Tests of whole servers, and of the logits of families, are not listed: each commit runs them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-SECONDS = 4.0  # of three workers on two cores: half as many of a core
-WHOLE = ("tests/e2e/", "tests/contract/")
+SECONDS = 2.0  # of three workers on two cores: half as many of a core
+KEPT = re.compile(r"tests/(e2e|contract)/|tests/families/.*logits")
 LINE = re.compile(r"\s*([\d.]+)s call\s+(tests/\S+?::[\w:]+)")
 COMMENT = """\
-# Tests that took more than two seconds of a core without AVX-512, but for those of whole servers.
-# Each commit runs a third of them (tests/sampling.py). tools/list_costly_tests.py makes this list.
+# Tests that took more than a second of a core without AVX-512, but for those of whole servers and of the
+# logits of families. Each commit runs a third of them (tests/sampling.py). tools/list_costly_tests.py
+# makes this list.
 """
 
 
@@ -29,7 +30,7 @@ def list_costly(lines: Iterable[str], least: float = SECONDS) -> list[str]:
     for line in lines:
         if found := LINE.match(line):
             seconds[found[2]] += float(found[1])
-    return sorted(name for name, sum_s in seconds.items() if sum_s >= least and not name.startswith(WHOLE))
+    return sorted(name for name, sum_s in seconds.items() if sum_s >= least and not KEPT.match(name))
 
 
 def main(arguments: Sequence[str]) -> int:
