@@ -60,7 +60,7 @@ def test_edits_of_canvases_are_read_by_models_that_fill_them() -> None:
     both = EngineConfig(canvas_edit_threshold=0.0, canvas_edit_passes=4)
     assert list_unread(both, {"a": KEYS}, **how, has_canvas=True) == []
     (line,) = list_unread(both, {"a": KEYS}, **how, has_canvas=False)
-    assert line.startswith("canvas_edit_threshold, canvas_edit_passes: without effect: this model writes one")
+    assert line.startswith("canvas_edit_threshold, canvas_edit_passes: without effect: this model fills")
     (line,) = list_unread(EngineConfig(canvas_edit_passes=4), {"a": KEYS}, **how, has_canvas=True)
     assert line == "canvas_edit_passes: without effect: there is no canvas_edit_threshold"
 
