@@ -14,12 +14,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-SECONDS = 2.0  # of three workers on two cores: half as many of a core
+SECONDS = 1.0  # of three workers on two cores: half as many of a core
 KEPT = re.compile(r"tests/(e2e|contract)/|tests/families/.*logits")
 LINE = re.compile(r"\s*([\d.]+)s call\s+(tests/\S+?::[\w:]+)")
 COMMENT = """\
-# Tests that took more than a second of a core without AVX-512, but for those of whole servers and of the
-# logits of families. Each commit runs a third of them (tests/sampling.py). tools/list_costly_tests.py
+# Tests that took more than half a second of a core without AVX-512, but for those of whole servers and of the
+# logits of families. Each commit runs a quarter of them (tests/sampling.py). tools/list_costly_tests.py
 # makes this list.
 """
 
