@@ -103,7 +103,7 @@ class Decoder:
         self.head = LmHead(s, weights)
         self._take_rows, self.adapters = weights.bind(take_rows), weights.target.adapters
         self.states: dict[str, State] = {k: v for branch in self.branches for k, v in branch.states.items()}
-        self.denoiser = Denoiser(s, s.canvas_mlp, weights) if s.canvas_mlp else None
+        self.denoiser = Denoiser(s, s.canvas_mlp, weights, self.embed.table) if s.canvas_mlp else None
         self.states |= self.denoiser.states if self.denoiser else {}
         self._keeps_embeddings = any(getattr(b.mixer, "reads_embeddings", False) for b in self.branches)
         if s.front:

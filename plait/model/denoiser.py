@@ -17,6 +17,7 @@ from plait.model.mixers.mlp import Mlp
 from plait.ops.activation import combine
 from plait.ops.low_rank import AdapterRows
 from plait.ops.rows import mix_rows, take_rows
+from plait.quant.weight import Weight
 from plait.spec.model import AttentionSpec, MlpSpec, ModelSpec, NormSpec
 from plait.state.store import StateStore
 
@@ -24,14 +25,21 @@ NAME = "canvas"  # of its weights, and of its state
 
 
 class Denoiser:
-    """`norm`, `mlp` of what was made of a place; a norm without a weight of the sum. Whole on every rank."""
+    """`norm`, `mlp` of what was made of a place; a norm without a weight of the sum. Whole on every rank.
 
-    def __init__(self, s: ModelSpec, mlp: MlpSpec, weights: Weights) -> None:
+    kept: the embedding's table, in whatever form it has that.
+    """
+
+    def __init__(self, s: ModelSpec, mlp: MlpSpec, weights: Weights, kept: object) -> None:
         w = weights.scope(NAME)
         self.norm = Norm(NormSpec(s.norm.eps), w.scope("norm"), s.hidden_size)
         self.mlp = Mlp(mlp, w.scope("mlp"))
         self.post_norm = Norm(NormSpec(s.norm.eps, weight=False), w.scope("post_norm"), s.hidden_size)
-        self.table = weights.scope("embed").weight("weight", (s.vocab_size, s.hidden_size))
+        # The embedding's own, if it keeps one as it is stored.
+        stored = weights.scope("embed")
+        self.table = (
+            kept if isinstance(kept, Weight) else stored.weight("weight", (s.vocab_size, s.hidden_size))
+        )
         self.scale, self.dtype = s.embed_scale, w.target.dtype
         self._mix, self._take, self._combine = w.bind(mix_rows), w.bind(take_rows), w.bind(combine)
         self._adapters = w.target.adapters
