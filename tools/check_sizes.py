@@ -33,7 +33,7 @@ CAPS = {
     "kernels": 35_600,
     "llm": 630,
     "loading": 7_140,
-    "model": 7_550,
+    "model": 7_600,
     "ops": 8_000,
     "quant": 2_530,
     "runner": 6_900,

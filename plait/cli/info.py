@@ -83,7 +83,7 @@ def model_facts(model: str, config: EngineConfig, probe_text: str | None = None)
     opened, tried = (
         probe_model(model, config, probe_text) if config.probe else (open_model(model, config), None)
     )
-    resolved, spec = opened.resolved, opened.resolved.spec
+    resolved, spec, config = opened.resolved, opened.resolved.spec, opened.config
     tokenizer, chip = opened.tokenizer(), chip_of(config)
     chosen = choose_dtype(config.dtype, chip, linear_dtypes(opened))
     dtype, kept = str(chosen).removeprefix("torch."), kv_dtype(config, stored_dtypes(opened), chosen)
@@ -104,6 +104,7 @@ def model_facts(model: str, config: EngineConfig, probe_text: str | None = None)
             if key in resolved.provenance
         },
         "notes": [
+            *([str(spec.canvas)] if spec.canvas else []),
             *note_unread(resolved.names, opened.checkpoint.names()),
             *rope_notes(spec, min(config.max_model_len or spec.max_len, spec.max_len)),
         ],

@@ -27,6 +27,9 @@ class CanvasSpec:
         """Places behind the longest sequence: none, as a block of memory holds whole canvases."""
         return 0
 
+    def __str__(self) -> str:
+        return f"writes {self.size} tokens at a time, over masks: first those above {self.threshold:g} of probability"
+
     @property
     def most_passes(self) -> int:
         """The most passes until a canvas is done."""
@@ -50,6 +53,9 @@ class NoisyCanvasSpec:
     entropy_bound: float = 0.1
     stable_passes: int = 1
     confidence: float = 0.005
+
+    def __str__(self) -> str:
+        return f"writes {self.size} tokens at a time, out of noise: in {self.most_passes} passes at most"
 
     @property
     def tail(self) -> int:

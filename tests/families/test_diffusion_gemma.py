@@ -124,6 +124,17 @@ def test_a_command_writes_the_same_each_time(folder: Path, kernel_folder: Path, 
         ran = subprocess.run(command, capture_output=True, text=True, timeout=250)
         assert ran.stdout.split() == [str(token) for token in wanted], ran.stderr
     assert not [*tmp_path.glob("images/*.image")]
+    shown = subprocess.run(
+        [sys.executable, "-m", "plait", "info", "-m", str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert "writes 8 tokens at a time, out of noise: in 6 passes at most" in shown.stdout
+    assert any(
+        line.split() == ["max_denoising_steps", "6", "generation_config.json"]
+        for line in shown.stdout.splitlines()
+    )
 
 
 def test_a_grammar_is_refused_by_name(model: LLM) -> None:
