@@ -28,7 +28,9 @@ class CanvasSpec:
         return 0
 
     def __str__(self) -> str:
-        return f"writes {self.size} tokens at a time, over masks: first those above {self.threshold:g} of probability"
+        return (
+            f"writes {self.size} tokens at a time, over masks: those above {self.threshold:g} of probability"
+        )
 
     @property
     def most_passes(self) -> int:
