@@ -103,7 +103,7 @@ def first(nano_hybrid: Path, cache: Path) -> list[Any]:
     return found
 
 
-@pytest.mark.sampled(2, across="heavy")
+@pytest.mark.slow  # on a busy machine no turn is made: something measured still decides it
 def test_text_is_that_of_runs_without_an_image_and_without_drafts(
     first: list[Any], nano_hybrid: Path, cache: Path
 ) -> None:
