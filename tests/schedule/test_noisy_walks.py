@@ -8,7 +8,6 @@ one's, gets another text.
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,22 +15,18 @@ import pytest
 
 from plait.memory import BlockGroup
 from plait.ops.seed import choice_seed, uniform
-from plait.request import FinishReason, SamplingParams, TokenLogprobs
-from plait.schedule.allocation import Allocation
-from plait.schedule.costs import SchedulerLimits
+from plait.request import SamplingParams, TokenLogprobs
 from plait.schedule.drafts.noisy_canvas import NOISE, NoisyCanvas, find_accepted
 from plait.schedule.drafts.passes import Denoised
 from plait.schedule.plan import Chunk, Sampled, SamplingBatch, SamplingRow, StepPlan
-from plait.schedule.pools import CacheOptions
-from plait.schedule.scheduler import Scheduler
-from plait.schedule.sequence import TokenSequence
 from plait.spec.canvas import NoisyCanvasSpec
-from tests.schedule.memory_model import BLOCK_NBYTES, ModelMemory
+from tests.schedule.canvas_world import Ask, CanvasMemory, World, draw_ask, draw_heads
+from tests.schedule.memory_model import BLOCK_NBYTES
 
 SPEC = NoisyCanvasSpec(size=5, most_passes=6, entropy_bound=0.9, stable_passes=1, confidence=0.42)
 WINDOW = 6
 GROUPS = (BlockGroup("full", None, ("a",)), BlockGroup(f"window:{WINDOW}", WINDOW, ("b",)))
-BLOCK, VOCAB_SIZE, LONGEST = 8, 7, 48
+VOCAB_SIZE = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,27 +51,13 @@ def make_place(
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """All that a text depends on."""
+class NoiseAsk(Ask):
+    """A text on noisy canvases."""
 
-    prompt: tuple[int, ...]
-    max_len: int
-    params: SamplingParams
-    stops: frozenset[int]
-    seed: int
+    def make_canvas(self) -> NoisyCanvas:
+        return NoisyCanvas(SPEC, VOCAB_SIZE)
 
-    def write(self) -> tuple[list[TokenLogprobs], FinishReason]:
-        """The text of this sequence alone, canvas by canvas, and why it ends."""
-        text: list[TokenLogprobs] = []
-        most = self.max_len - len(self.prompt)
-        while len(self.prompt) + len(text) < self.max_len:
-            text += self._write_canvas([*self.prompt, *(one.token_id for one in text)])
-            for i, one in enumerate(text[:most]):
-                if one.token_id in self.stops and i >= self.params.min_tokens:
-                    return text[:i], "stop"
-        return text[:most], "length"
-
-    def _write_canvas(self, known: list[int]) -> list[TokenLogprobs]:
+    def write_canvas(self, known: list[int]) -> list[TokenLogprobs]:
         count, before, last = len(known), [0] * SPEC.size, list[TokenLogprobs]()
         tokens = self._noise(count, 0)
         for number in range(1, SPEC.most_passes + 1):
@@ -100,19 +81,12 @@ class Ask:
         seed = choice_seed(self.seed, NOISE + number)
         return [int(uniform(seed, position + i) * VOCAB_SIZE) for i in range(SPEC.size)]
 
-    def forbidden(self, position: int) -> frozenset[int]:
-        return self.stops if position - len(self.prompt) < self.params.min_tokens else frozenset()
 
-
-class Device(ModelMemory):
-    """Memory of noisy canvases. What chunks read is checked before anything is computed."""
+class Device(CanvasMemory):
+    """Entries are digests of what is known, and of what passes leave in places."""
 
     def run(self, plan: StepPlan, batch: SamplingBatch, texts: Mapping[int, Sequence[int]]) -> list[Sampled]:
-        """texts: the known tokens of each sequence."""
-        assert plan.num_tokens <= self.limits.max_num_batched_tokens
-        for move in plan.moves:
-            self._move(move)
-        self.has_failed = False
+        self.move(plan)
         rows = iter(batch.rows)
         for chunk in plan.chunks:
             self._check_reads(chunk, texts[chunk.seq_id])
@@ -166,128 +140,26 @@ def describe(places: Sequence[Place]) -> Sampled:
     return Sampled(tuple([place.drawn for place in places]), likeliest, denoised=denoised)
 
 
-class World:
-    """Sequences on noisy canvases, and what becomes of each."""
-
-    def __init__(self, *, num_blocks: int, host_nbytes: int, budget: int = 41) -> None:
-        self.limits = SchedulerLimits(
-            max_num_seqs=4,
-            max_num_batched_tokens=budget,
-            max_waiting=1000,
-            max_model_len=LONGEST,
-            num_steps=8,
-            canvas=SPEC,
-        )
-        cache = CacheOptions(block_nbytes=(BLOCK_NBYTES,) * 2, host_nbytes=host_nbytes)
-        counts = (num_blocks + 1,) * 2
-        sizes = dict(num_slots=0, max_step_len=budget, cache=cache)
-        self.memory = Allocation(GROUPS, counts, BLOCK, **sizes)  # type: ignore[arg-type]
-        self.s = Scheduler(self.limits, self.memory)
-        self.s.costs.observe(1, 1e-4)
-        self.device = Device(GROUPS, counts, BLOCK, 0, self.limits, host_nbytes)
-        self.texts: dict[int, list[int]] = {}
-        self.asks: dict[int, Ask] = {}
-        self.counts: Counter[str] = Counter()
-        self._ids = 0
-
-    def submit(self, ask: Ask, num_choices: int = 1) -> None:
-        sequences = []
-        for index in range(num_choices):
-            own = replace(ask, seed=ask.seed + index)
-            sequences.append(self._make(own, f"r{self._ids + 1 - index}", index, own.prompt))
-            self.asks[self._ids], self.texts[self._ids] = own, [*own.prompt]
-        self.s.add(*sequences)
-
-    def _make(self, ask: Ask, request_id: str, index: int, tokens: Sequence[int]) -> TokenSequence:
-        """A sequence of which these tokens are known."""
-        self._ids += 1
-        given, prompt_len = (ask.params, ask.stops, ask.max_len, ask.seed), len(ask.prompt)
-        how = dict(prompt_len=prompt_len, canvas=NoisyCanvas(SPEC, VOCAB_SIZE))
-        return TokenSequence(self._ids, request_id, index, [*tokens], *given, **how)  # type: ignore[arg-type]
-
-    def resume(self, seq_id: int) -> None:
-        """Go on with a sequence in another one, as after a crash."""
-        self.s.cancel(seq_id)
-        seq = self._make(self.asks[seq_id], f"r{self._ids + 1}", 0, self.texts[seq_id])
-        self.asks[seq.id], self.texts[seq.id] = self.asks.pop(seq_id), self.texts.pop(seq_id)
-        self.s.add(seq)
-        self.counts["resumed"] += len(self.texts[seq.id]) > len(self.asks[seq.id].prompt)
-
-    def step(self, *, fails: bool = False) -> None:
-        plan = self.s.plan()
-        if plan is None:
-            assert not self.asks, "there is work, and no plan"
-            return
-        assert plan.num_steps == 1
-        batch = self.s.sampling(plan)
-        self.counts["shared"] += len(plan.chunks) > 1
-        self.counts["cut"] += any(not chunk.num_logits for chunk in plan.chunks)
-        if fails:
-            self.device.fail(plan, len(plan.moves))
-            self.s.isolate()
-            return
-        sampled = self.device.run(plan, batch, {i: [*text] for i, text in self.texts.items()})
-        for update in self.s.commit(plan, sampled):
-            event = update.event
-            self.texts[update.seq_id] += event.token_ids
-            self.counts["events"] += 1
-            if event.finish_reason is not None:
-                self._check_end(update.seq_id, event.finish_reason)
-        self.s.check()
-
-    def _check_end(self, seq_id: int, reason: FinishReason) -> None:
-        ask, text = self.asks.pop(seq_id), self.texts.pop(seq_id)
-        wanted, why = ask.write()
-        assert text == [*ask.prompt, *(one.token_id for one in wanted)]
-        assert reason == why
-        self.counts[why] += 1
-
-    def cancel(self, seq_id: int) -> None:
-        self.s.cancel(seq_id)
-        del self.asks[seq_id], self.texts[seq_id]
-
-
-def draw_ask(rng: random.Random, heads: Sequence[tuple[int, ...]]) -> Ask:
-    own = tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 12)))
-    prompt = (*rng.choice(heads), *own)
-    length = rng.choice([0, 1, 3, 9, 20])
-    params = SamplingParams(max_tokens=length, min_tokens=rng.randrange(min(length, 4) + 1))
-    stops = frozenset(rng.sample(range(VOCAB_SIZE), rng.choice([0, 0, 1])))
-    return Ask(prompt, min(len(prompt) + length, LONGEST), params, stops, rng.randrange(1000))
+def make_world(num_blocks: int, host_nbytes: int) -> World:
+    return World(Device, SPEC, GROUPS, num_blocks=num_blocks, host_nbytes=host_nbytes)
 
 
 @pytest.mark.parametrize("num_blocks", [48, 10])
 @pytest.mark.parametrize("host_nbytes", [0, 40 * BLOCK_NBYTES])
 def test_each_text_is_that_of_its_sequence_alone(num_blocks: int, host_nbytes: int) -> None:
     rng = random.Random(num_blocks + host_nbytes)
-    heads = [(), *(tuple(rng.randrange(VOCAB_SIZE) for _ in range(n)) for n in (9, 16, 25))]
-    world = World(num_blocks=num_blocks, host_nbytes=host_nbytes)
-    world.s.costs.prefers_moving = lambda nbytes, tokens: rng.random() < 0.5  # type: ignore[method-assign]
-    for _ in range(1200):
-        if len(world.asks) < 12 and rng.random() < 0.2:
-            world.submit(draw_ask(rng, heads), rng.choice([1, 1, 1, 3]))
-        if world.asks and rng.random() < 0.02:
-            world.cancel(rng.choice([*world.asks]))
-        if world.asks and rng.random() < 0.05:
-            world.resume(rng.choice([*world.asks]))
-        world.step(fails=bool(world.asks) and rng.random() < 0.01)
-    while world.asks:
-        world.step()
-    stats = world.s.stats()
-    assert stats["num_free_blocks"] + stats["num_cached_blocks"] == 2 * num_blocks
-    assert world.s.cache_counts["hit_tokens"] > 0
-    counted = ("shared", "cut", "events", "stop", "length")
-    assert all(world.counts[name] > 10 for name in counted), world.counts
-    assert world.counts["resumed"] > 3
+    heads, world = draw_heads(rng, VOCAB_SIZE), make_world(num_blocks, host_nbytes)
+    world.walk(rng, lambda: draw_ask(NoiseAsk, rng, heads, VOCAB_SIZE), 1200, num_blocks)
     assert num_blocks > 10 or world.s.num_preemptions > 20
     assert (world.s.num_swaps > 0) == (num_blocks == 10 and host_nbytes > 0)
 
 
 def test_replies_come_to_their_end_where_shared_steps_fail_more_often_than_canvases_are_done() -> None:
     """A canvas begins anew after a failure. Alone it must be done before others share its steps again."""
-    rng, world = random.Random(3), World(num_blocks=48, host_nbytes=0)
+    rng, world = random.Random(3), make_world(48, 0)
     for _ in range(4):
-        world.submit(replace(draw_ask(rng, [(1, 2, 3)]), max_len=40, params=SamplingParams(max_tokens=20)))
+        ask = draw_ask(NoiseAsk, rng, [(1, 2, 3)], VOCAB_SIZE)
+        world.submit(replace(ask, max_len=40, params=SamplingParams(max_tokens=20)))
     shared = 0
     for _ in range(2000):
         if not world.asks:
