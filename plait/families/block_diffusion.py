@@ -6,6 +6,7 @@ them. Layers are those of causal families, which these models are trained from.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from plait.checkpoint.names import NameMap
@@ -25,8 +26,7 @@ SDAR = {"head_dim": 128, "block_size": 4, "mask_token_id": 151_669}
 @family("SDARForCausalLM", model_types=("sdar",), defaults={**QWEN, **SDAR})
 def sdar(c: Config) -> tuple[ModelSpec, NameMap]:
     """SDAR (Cheng et al. 2025): Qwen3, with canvases of 4 tokens unless the config says otherwise."""
-    c.pop("is_causal", None)
-    return write_canvases(c, "sdar", *qwen3(c))
+    return write_canvases(c, "sdar", qwen3)
 
 
 @family(
@@ -43,8 +43,7 @@ def sdar(c: Config) -> tuple[ModelSpec, NameMap]:
 )
 def sdar_moe(c: Config) -> tuple[ModelSpec, NameMap]:
     """SDAR 30B-A3B: the same of Qwen3-MoE."""
-    c.pop("is_causal", None)
-    return write_canvases(c, "sdar_moe", *qwen3_moe(c))
+    return write_canvases(c, "sdar_moe", qwen3_moe)
 
 
 @family(
@@ -66,14 +65,17 @@ def sdar_moe(c: Config) -> tuple[ModelSpec, NameMap]:
 )
 def llada_2(c: Config) -> tuple[ModelSpec, NameMap]:
     """LLaDA 2 (Bie et al. 2025): Ling 2, with canvases of 32 tokens."""
-    c.pop("is_causal", None)
     if c.get("expert_capacity") is not None:
         raise UnsupportedModel("expert_capacity: experts that a canvas chooses together are not implemented")
-    return write_canvases(c, "llada2_moe", *ling_2_moe(c))
+    return write_canvases(c, "llada2_moe", ling_2_moe)
 
 
-def write_canvases(c: Config, name: str, spec: ModelSpec, names: NameMap) -> tuple[ModelSpec, NameMap]:
-    """The same layers, for a model that fills canvases. Raises UnsupportedModel."""
+def write_canvases(
+    c: Config, name: str, build: Callable[[Config], tuple[ModelSpec, NameMap]]
+) -> tuple[ModelSpec, NameMap]:
+    """The layers of a causal family, for a model that fills canvases. Raises UnsupportedModel."""
+    c.pop("is_causal", None)  # which says that it is not
+    spec, names = build(c)
     size, mask = c["block_size"], c["mask_token_id"]
     if type(size) is not int or not 1 < size <= LONGEST or size & (size - 1):
         raise UnsupportedModel(f"block_size is {size!r:.40}; expected is a power of two from 2 to {LONGEST}")
