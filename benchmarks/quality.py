@@ -38,7 +38,7 @@ from plait.model.decoder import Decoder
 from plait.ops.linear import Activations
 from plait.quant.gguf import Gguf
 from plait.runner.runner import ModelRunner
-from plait.runner.sampler import Sampler
+from plait.runner.sampling.sampler import Sampler
 from plait.state.store import StateStore
 
 HERE = Path(__file__).resolve().parent

@@ -290,7 +290,7 @@ def launch_here(
 def pretended(monkeypatch: pytest.MonkeyPatch, *, runs: bool = True) -> Iterator[Journal]:
     """Inside, this thread's torch has a GPU."""
     import plait.ops.launch
-    import plait.runner.capture
+    import plait.runner.device.capture
 
     fakes: dict[str, Any] = {
         "_lazy_init": lambda: None,
@@ -319,8 +319,8 @@ def pretended(monkeypatch: pytest.MonkeyPatch, *, runs: bool = True) -> Iterator
     )  # torch makes it without an operator that a mode sees
     # Tensors of this mode that are made of others cannot be changed in place.
     monkeypatch.setattr(torch, "inference_mode", lambda mode=True: torch.no_grad())
-    storage = plait.runner.capture._storage
-    monkeypatch.setattr(plait.runner.capture, "_storage", lambda t: storage(inner_of(t)))
+    storage = plait.runner.device.capture._storage
+    monkeypatch.setattr(plait.runner.device.capture, "_storage", lambda t: storage(inner_of(t)))
     monkeypatch.setattr(plait.ops.launch, "_run_where_it_lies", launch_here)
     monkeypatch.setattr(OnGpu, "record_stream", lambda self, stream: None, raising=False)
     journal.__init__(runs=runs)  # type: ignore[misc]

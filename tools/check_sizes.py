@@ -36,7 +36,7 @@ CAPS = {
     "model": 7_600,
     "ops": 8_000,
     "quant": 2_530,
-    "runner": 6_900,
+    "runner": 7_120,
     "schedule": 4_060,
     "server": 18_900,
     "spec": 1_400,

@@ -29,7 +29,7 @@ from plait.loading.measure_memory import size_gpu
 from plait.memory import SlotState, block_groups
 from plait.ops.launch import permit_dependent
 from plait.request import Event, Request, SamplingParams
-from plait.runner.capture import capture_step, decode_batch
+from plait.runner.device.capture import capture_step, decode_batch
 from plait.runner.runner import ModelRunner
 
 ALONE = (  # (model, storage, whether the short form has it)

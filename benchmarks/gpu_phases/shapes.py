@@ -16,7 +16,7 @@ from plait.model.decoder import Decoder
 from plait.ops.blocks import random_weight
 from plait.ops.chip import Chip
 from plait.quant.weight import Weight, as_weight
-from plait.runner.graph_backends import CudaGraphs, TorchGraphs
+from plait.runner.device.graph_backends import CudaGraphs, TorchGraphs
 
 Config = Mapping[str, Any]
 LLAMA_8B: Config = {

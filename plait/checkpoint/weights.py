@@ -62,7 +62,7 @@ class Target:
     bound: list[Binding] = field(default_factory=list)
     on_read: Callable[[str, int], None] | None = None  # progress: (their name, bytes)
     executor: Any = None  # of native kernels (`kernels.cpu`), if there is one
-    graphs: Any = None  # what captures the steps of a GPU (`runner.graph_backends`), if it is one
+    graphs: Any = None  # what captures the steps of a GPU (`runner.device.graph_backends`), if it is one
     chip: Chip | None = None  # the GPU, if it is one
     pdl: bool = True  # its kernels may begin before those before them have ended, if the trial is right
     activations: Activations = "float32"  # what inputs of layers in block formats are rounded to

@@ -19,7 +19,7 @@ from plait import resource_limits
 from plait.config import DType
 from plait.errors import ConfigError, OutOfMemory
 from plait.ops.chip import BFLOAT16, EXAMPLES, OLDEST, Chip, example_chip, read_chip
-from plait.runner.device_loss import check_lost
+from plait.runner.device.loss import check_lost
 
 ATTRIBUTE = 20  # CU_DEVICE_ATTRIBUTE_COMPUTE_MODE of CUDA's driver
 PROHIBITED, EXCLUSIVE = 2, 3  # CUcomputemode; 0: any number of processes

@@ -52,7 +52,7 @@ from plait.runner.ranks.group_comm import GroupComm
 from plait.runner.ranks.guard import RankGuard
 from plait.runner.ranks.messages import Prepare
 from plait.runner.runner import ModelRunner
-from plait.runner.sampler import Sampler
+from plait.runner.sampling.sampler import Sampler
 from plait.schedule.drafts.ngram import NgramProposer
 from plait.schedule.speculate import Proposer
 from plait.spec.canvas import CanvasSpec

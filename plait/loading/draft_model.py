@@ -51,7 +51,7 @@ from plait.runner.host.mtp_passes import HeadPasses
 from plait.runner.host.static_batch import Capacity
 from plait.runner.mtp_passes import HeadRunner, make_passes
 from plait.runner.runner import ModelRunner
-from plait.runner.sampler import Sampler
+from plait.runner.sampling.sampler import Sampler
 from plait.schedule.drafts.turns import MOST_DRAFTED
 from plait.spec.draft_heads import DraftHeadSpec
 from plait.spec.model import ModelSpec

@@ -26,7 +26,7 @@ from plait.ops.chip import Chip
 from plait.ops.low_rank import AdapterRows
 from plait.ops.registry import Binding, OpFacts
 from plait.ops.sample import largest, sample
-from plait.runner.capture import capture_step, decode_batch
+from plait.runner.device.capture import capture_step, decode_batch
 from plait.state.store import StateStore
 
 SEQS = 2  # of the step that is captured

@@ -12,9 +12,9 @@ from plait.model.decoder import Decoder
 from plait.ops.registry import Binding
 from plait.runner.host.sampler import RowOps
 from plait.runner.host.static_batch import Capacity
-from plait.runner.replay import Observe
 from plait.runner.runner import ModelRunner
-from plait.runner.sampler import Sampler, log_softmax
+from plait.runner.sampling.sampler import Sampler, log_softmax
+from plait.runner.steps.replay import Observe
 from plait.spec.canvas import CanvasSpec
 from plait.spec.model import ModelSpec
 from plait.state.store import StateStore

@@ -29,8 +29,8 @@ from plait.errors import DeviceLost, OutOfMemory
 from plait.loading.make_runner import capacity_of
 from plait.memory import block_groups, has_slots
 from plait.model.decoder import Decoder
-from plait.runner.batches.inputs import build_batch
-from plait.runner.device_graphs import most_tables_nbytes
+from plait.runner.device.replay import most_tables_nbytes
+from plait.runner.steps.inputs import build_batch
 from plait.schedule.drafts.passes import Denoising
 from plait.schedule.plan import Chunk, StepPlan
 from plait.state.store import StateStore
@@ -67,7 +67,7 @@ def size_gpu(
     """
     host, total = free_memory(torch.device("cpu")), total_memory(target.device)
     capacity = capacity_of(config, decoder.spec, 1, config.block_size)
-    tables = most_tables_nbytes(capacity, decoder.spec.vocab_size)
+    tables = most_tables_nbytes(capacity, decoder.spec)
 
     def size(free: int) -> Sizing:
         free = max(free - tables, 0)
@@ -214,8 +214,6 @@ def _garbage_steps(
             tensor.zero_()
         batch = build_batch(plan, groups, block_size, device)
         logits = decoder(batch, store)
-        if decoder.denoiser and batch.canvas:
-            decoder.denoiser.keep(logits, batch, store)
         torch.empty_like(logits)  # penalties, biases and masks make a copy
 
     return [partial(run, adapter) for adapter in ((0, 1) if decoder.adapters else (0,))]

@@ -42,7 +42,7 @@ from plait.ops.linear import Linear
 from plait.partition import Range
 from plait.resource_limits import default_threads
 from plait.runner.runner import ModelRunner
-from plait.runner.sampler import Sampler
+from plait.runner.sampling.sampler import Sampler
 from plait.state.store import StateStore
 
 log = logging.getLogger("plait")

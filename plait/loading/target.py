@@ -39,7 +39,7 @@ from plait.ops.registry import check_fused
 from plait.ops.stacked_low_rank import add_stacked_low_rank
 from plait.partition import Rank
 from plait.quant.gguf import BLOCK_TYPES
-from plait.runner.graph_backends import CudaGraphs, TorchGraphs
+from plait.runner.device.graph_backends import CudaGraphs, TorchGraphs
 from plait.runner.ranks.group_comm import GroupComm
 from plait.version import __version__
 

@@ -111,7 +111,7 @@ class Decoder:
 
     def __call__(self, batch: Batch, store: StateStore) -> Tensor:
         """Logits of the requested rows, [L, vocab] float32; the state of every sequence moves on."""
-        return self.logits(self.hidden(batch, store), batch)
+        return self.answer(self.hidden(batch, store), batch, store)
 
     def hidden(self, batch: Batch, store: StateStore) -> Tensor:
         """What the model makes of every token, after the last norm: [T, hidden]. The states move on."""
@@ -142,3 +142,10 @@ class Decoder:
     def logits(self, h: Tensor, batch: Batch) -> Tensor:
         """h: [T, hidden] -> logits of the requested rows, [L, vocab] float32."""
         return self.head(self._take_rows(h, batch.logit_rows), batch.logit_rows)
+
+    def answer(self, h: Tensor, batch: Batch, store: StateStore) -> Tensor:
+        """`logits`, and what they make of places of noisy canvases is kept for the next pass."""
+        logits = self.logits(h, batch)
+        if self.denoiser and batch.canvas:
+            self.denoiser.keep(logits, batch, store)
+        return logits

@@ -79,8 +79,7 @@ class Denoiser:
         assert batch.canvas is not None
         kept, at = store[NAME]["mixed"].flatten(0, 1), batch.paged[self._group].slot_mapping
         places = at[batch.logit_rows].split(batch.canvas.sizes)
-        for rows, to, by in zip(
-            logits.split(batch.canvas.sizes), places, batch.canvas.temperatures, strict=True
-        ):
+        split = logits.split(batch.canvas.sizes)
+        for rows, to, by in zip(split, places, batch.canvas.temperatures.unbind(), strict=True):
             shares = (rows / by).softmax(-1)
             kept[to] = self._mix(shares, self.table, self.scale, self.dtype)

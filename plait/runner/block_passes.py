@@ -13,7 +13,6 @@ from plait.model.block_choice import BlockChoice
 from plait.model.dflash import DFlashHead
 from plait.model.eagle import EagleHead
 from plait.model.token_conv import BlockRows
-from plait.runner.batches.inputs import build_batch
 from plait.runner.host.block_passes import (
     BlockForm,
     HostBlockPasses,
@@ -30,7 +29,8 @@ from plait.runner.host.sampler import HostSampler
 from plait.runner.host.static_batch import Capacity, StaticBatch
 from plait.runner.mtp_passes import HeadRunner, HiddenOnDevice
 from plait.runner.program import NativeExecutor, ViewsOnly, view_as_batch
-from plait.runner.sampler import Sampler
+from plait.runner.sampling.sampler import Sampler
+from plait.runner.steps.inputs import build_batch
 from plait.schedule.plan import Sampled, SamplingBatch, SamplingRow, StepPlan
 from plait.state.store import StateStore
 

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from plait.errors import CannotRecord
 from plait.model.draft_head import ChainHead
-from plait.runner.batches.inputs import build_batch
 from plait.runner.host.mtp import MOST_KEPT, HiddenOnHost, KeptRows
 from plait.runner.host.mtp_passes import Drafts, HeadPasses, HiddenRows, HostPasses, go_on, replace_position
 from plait.runner.host.program import HostProgram, StepResults
 from plait.runner.host.static_batch import Capacity, StaticBatch
 from plait.runner.program import NativeExecutor, ViewsOnly, view_as_batch
-from plait.runner.sampler import Sampler
+from plait.runner.sampling.sampler import Sampler
+from plait.runner.steps.inputs import build_batch
 from plait.schedule.plan import MOST_STEPS, SamplingBatch, SamplingRow, StepPlan
 from plait.state.store import StateStore
 

@@ -24,8 +24,8 @@ from plait.model.layers.layers import Batch, PagedIndex
 from plait.ops.low_rank import AdapterRows
 from plait.runner.host.program import HostProgram, ProgramReplay, StepResults
 from plait.runner.host.static_batch import Capacity, Found, NativeThreads, StaticBatch
-from plait.runner.replay import find_tensors
-from plait.runner.sampler import Sampler
+from plait.runner.sampling.sampler import Sampler
+from plait.runner.steps.replay import find_tensors
 from plait.schedule.plan import StepPlan
 from plait.state.store import StateStore
 

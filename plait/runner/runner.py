@@ -13,17 +13,17 @@ from plait.memory import block_groups
 from plait.model.decoder import Decoder
 from plait.model.eagle import take_observed
 from plait.ops.registry import Binding
-from plait.runner.batches.inputs import build_batch
-from plait.runner.batches.whole_prompts import score_prompt
-from plait.runner.device_graphs import DeviceReplay
-from plait.runner.device_loss import CheckedTicket, check_lost
-from plait.runner.graph_backends import GraphBackend
+from plait.runner.device.graph_backends import GraphBackend
+from plait.runner.device.loss import CheckedTicket, check_lost
+from plait.runner.device.replay import DeviceReplay
 from plait.runner.host.moves import make_moves
 from plait.runner.host.pooling import add_pooled
 from plait.runner.host.static_batch import Capacity
 from plait.runner.program import NativeExecutor, keep_planned_rows, record_program
-from plait.runner.replay import Lead, Observe, Replay, copy_pooled, ignore_hidden
-from plait.runner.sampler import Sampler
+from plait.runner.sampling.sampler import Sampler
+from plait.runner.steps.inputs import build_batch
+from plait.runner.steps.replay import Lead, Observe, Replay, copy_pooled, ignore_hidden
+from plait.runner.steps.whole_prompts import score_prompt
 from plait.schedule.plan import Done, SamplingBatch, StepPlan, Ticket
 from plait.state.store import StateStore
 
@@ -55,9 +55,7 @@ class ModelRunner:
         self.is_recorded = self.keeps_rows = self.ends_steps = False  # see `make_engine.RowKeeper`
         self.step_kind = "op by op: no recording was requested"
         native = self._native = None if isinstance(executor, GraphBackend) else executor
-        if capacity and isinstance(executor, GraphBackend) and decoder.denoiser:
-            self.step_kind = "op by op: passes over noisy canvases are not captured"
-        elif capacity and isinstance(executor, GraphBackend) and decoder.spec.causal:
+        if capacity and isinstance(executor, GraphBackend) and decoder.spec.causal:
             self._replay_on_device(capacity, executor, observe)
         elif capacity:
             made, self.step_kind = record_program(decoder, store, native, self.groups, capacity, sampler)
@@ -128,10 +126,7 @@ class ModelRunner:
         batch = build_batch(plan, self.groups, self.store.block_size, self.device)
         with keep_planned_rows(plan, self._native):
             hidden = self.decoder.hidden(batch, self.store)
-        logits = self.decoder.logits(hidden, batch)
-        if self.decoder.denoiser and batch.canvas:
-            self.decoder.denoiser.keep(logits, batch, self.store)
-        return hidden, logits
+        return hidden, self.decoder.answer(hidden, batch, self.store)
 
     def logits(self, token_ids: Sequence[int], chunk_size: int) -> Tensor:
         """Logits after every token of one prompt, [tokens, vocab] float32 on the CPU.

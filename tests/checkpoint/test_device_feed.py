@@ -27,7 +27,7 @@ from plait.loading.open_model import feed_device, load_decoder, open_model
 from plait.ops.blocks import random_weight
 from plait.partition import Rank
 from plait.quant.weight import Weight, as_tensor
-from plait.runner.capture import decoder_tensors
+from plait.runner.device.capture import decoder_tensors
 from tests.patience import until
 
 PIECE = 64

@@ -16,7 +16,7 @@ from plait.memory import block_groups
 from plait.model.decoder import Decoder
 from plait.ops.chip import Chip
 from plait.quant.weight import as_tensor
-from plait.runner.batches.inputs import build_batch
+from plait.runner.steps.inputs import build_batch
 from plait.schedule.plan import Chunk, StepPlan
 from plait.state.store import StateStore
 

@@ -20,8 +20,8 @@ from plait.model.dflash import DFlashHead
 from plait.model.eagle import ObservedDecoder, StateReader, row_size, take_observed
 from plait.model.layers.layers import Batch
 from plait.model.token_conv import BlockRows
-from plait.runner.batches.inputs import build_batch
 from plait.runner.host.block_passes import BlockForm, plan_blocks
+from plait.runner.steps.inputs import build_batch
 from plait.schedule.plan import Chunk, StepPlan
 from plait.spec.attention import BlockAttentionSpec
 from plait.spec.draft_heads import DFlashSpec

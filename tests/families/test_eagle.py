@@ -23,7 +23,7 @@ from plait.model.eagle import (
     row_size,
     take_observed,
 )
-from plait.runner.batches.inputs import build_batch
+from plait.runner.steps.inputs import build_batch
 from plait.schedule.plan import Chunk, StepPlan
 from plait.spec.draft_heads import EagleSpec
 from plait.spec.model import ModelSpec, NormSpec

@@ -24,8 +24,8 @@ from plait.memory import block_groups
 from plait.model.assistant import AssistantHead, bind_layers
 from plait.model.decoder import Decoder
 from plait.model.layers.layers import LmHead
-from plait.runner.batches.inputs import build_batch
 from plait.runner.host.mtp_passes import go_on
+from plait.runner.steps.inputs import build_batch
 from plait.schedule.plan import Chunk, StepPlan
 from plait.spec.draft_heads import AssistantSpec
 from plait.state.store import StateStore

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 from plait.ops.full_attention import full_attention
-from plait.runner.batches.inputs import build_batch
+from plait.runner.steps.inputs import build_batch
 from plait.schedule.plan import Chunk, StepPlan
 from plait.spec.model import AttentionSpec
 from tests.families import tiny

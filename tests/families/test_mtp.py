@@ -12,7 +12,7 @@ from plait.checkpoint.weights import Target, Weights
 from plait.errors import UnsupportedModel
 from plait.memory import block_groups
 from plait.model.mtp import FC, MtpHead
-from plait.runner.batches.inputs import build_batch
+from plait.runner.steps.inputs import build_batch
 from plait.schedule.plan import Chunk, StepPlan
 from plait.state.store import StateStore
 from tests.checkpoint.readers.damage import bounded

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from plait import LLM, SamplingParams
 from plait.request import Pooling
-from plait.runner.batches.inputs import build_batch
+from plait.runner.steps.inputs import build_batch
 from plait.schedule.plan import Chunk, StepPlan
 from plait.state.store import StateStore
 

@@ -22,11 +22,11 @@ from plait.loading.draft_model import open_draft
 from plait.loading.image.write import keep_image
 from plait.loading.open_model import open_model
 from plait.ops.registry import REGISTRY
-from plait.runner.batches.inputs import build_batch
 from plait.runner.host.assistant import AssistantDrafter
 from plait.runner.host.mtp_passes import HostPasses
 from plait.runner.host.program import ProgramReplay
 from plait.runner.mtp_passes import EagerPasses
+from plait.runner.steps.inputs import build_batch
 from plait.schedule.drafts.turns import DraftRequest
 from plait.schedule.plan import Chunk, SamplingRow, StepPlan
 from plait.spec.draft_heads import AssistantSpec

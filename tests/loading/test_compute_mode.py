@@ -31,7 +31,7 @@ from plait.loading.kernel_trials.trials import prove_kernels
 from plait.loading.kernel_trials.verdicts import read_verdicts
 from plait.loading.target import take_verdicts
 from plait.ops.chip import EXAMPLES
-from plait.runner.graph_backends import CudaGraphs
+from plait.runner.device.graph_backends import CudaGraphs
 
 CHIP, GPU = EXAMPLES[90], torch.device("cuda", 1)
 TRIALS = [

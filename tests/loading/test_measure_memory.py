@@ -31,8 +31,8 @@ from plait.loading.open_model import Opened, open_model
 from plait.model.decoder import Decoder
 from plait.model.layers.layers import Batch
 from plait.ops.low_rank import AdapterLimits
-from plait.runner.sampler import LEAST_ROWS
-from plait.runner.sampling_tables import most_nbytes
+from plait.runner.sampling.sampler import LEAST_ROWS
+from plait.runner.sampling.tables import most_nbytes
 from plait.state.store import StateStore
 
 

@@ -15,8 +15,8 @@ from plait.loading.meta.meta_model import list_ops
 from plait.memory import block_groups, has_slots
 from plait.model.decoder import Decoder
 from plait.ops.chip import EXAMPLES
-from plait.runner.batches.inputs import build_batch
-from plait.runner.capture import capture_step, decode_batch
+from plait.runner.device.capture import capture_step, decode_batch
+from plait.runner.steps.inputs import build_batch
 from plait.schedule.plan import Chunk, StepPlan
 from plait.state.store import StateStore
 from tests.families import tiny
@@ -66,7 +66,7 @@ def test_a_family_is_built_and_run_on_a_gpu_without_tensors_of_the_host(
             logits = decoder(build_batch(StepPlan(0, tuple(chunks)), groups, BLOCK, GPU), store)
         assert logits.device == GPU
         assert not journal.pageable
-        waits = [wait for wait in journal.waits if not wait.startswith("runner/batches")]
+        waits = [wait for wait in journal.waits if not wait.startswith("runner/steps")]
         if decoder.spec.causal:
             del journal.waits[:]
             capture_step(decoder, store, decode_batch(groups, 2, 4, store), is_dry=True)

@@ -23,7 +23,7 @@ from tests.common_storages import DRAWN, is_rare
 
 load_kernels()
 list_mixers()  # registers every op that a model can use
-importlib.import_module("plait.runner.sampler")  # and those of the sampler
+importlib.import_module("plait.runner.sampling.sampler")  # and those of the sampler
 FORBIDDING = {"edit_logits", "pick_columns", "scatter_logits"}  # what returns -inf on purpose
 STANDARD = {"block_size": BLOCK, "kv_dtype": "model"}  # what every mixer adds to an op's own sizes
 SLOW = "slow"

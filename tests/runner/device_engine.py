@@ -21,11 +21,11 @@ from plait.model.decoder import Decoder
 from plait.ops.chip import EXAMPLES, Chip
 from plait.ops.low_rank import AdapterLimits
 from plait.request import Request, SamplingParams
-from plait.runner.device_graphs import DeviceReplay
-from plait.runner.graph_backends import TorchGraphs
+from plait.runner.device.graph_backends import TorchGraphs
+from plait.runner.device.replay import DeviceReplay
 from plait.runner.host.static_batch import Capacity
 from plait.runner.runner import ModelRunner
-from plait.runner.sampler import Sampler
+from plait.runner.sampling.sampler import Sampler
 from plait.schedule.allocation import Allocation
 from plait.schedule.costs import SchedulerLimits
 from plait.schedule.pools import CacheOptions

@@ -19,7 +19,7 @@ from torch import Tensor
 from plait.checkpoint.weights import Weights
 from plait.ops import launch
 from plait.ops.registry import Op
-from plait.runner.replay import find_tensors
+from plait.runner.steps.replay import find_tensors
 
 
 class _Depth(threading.local):

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.ops.chip import Chip
 from plait.ops.launch import capture_launches
-from plait.runner.graph_backends import CaptureRefusals, GraphBackend, Step
-from plait.runner.replay import find_tensors
+from plait.runner.device.graph_backends import CaptureRefusals, GraphBackend, Step
+from plait.runner.steps.replay import find_tensors
 
 ALIGNED = 512  # bytes
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from plait.model.decoder import Decoder
-from plait.runner.sampler import Sampler
+from plait.runner.sampling.sampler import Sampler
 from tests.families import canvases
 from tests.families.canvases import Oracle
 from tests.runner.device_engine import Side, opaque_decoder

@@ -20,7 +20,7 @@ from plait.memory import block_groups
 from plait.model.decoder import Decoder
 from plait.model.mixers.registry import Entry, list_mixers
 from plait.ops.chip import EXAMPLES
-from plait.runner.capture import StepCapture, capture_step, decode_batch, decoder_tensors
+from plait.runner.device.capture import StepCapture, capture_step, decode_batch, decoder_tensors
 from plait.spec.model import Recurrent
 from plait.state.store import StateStore
 from tests.families import tiny_plain

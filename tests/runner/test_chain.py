@@ -13,7 +13,7 @@ import torch
 from plait.ops.seed import uniform
 from plait.request import SamplingParams
 from plait.runner.host.chain import STAGES, XTC_SEED, Candidates, ChainRow, measure_repeats
-from plait.runner.sampler import Sampler
+from plait.runner.sampling.sampler import Sampler
 from plait.sampling_fields import SAMPLERS
 from plait.schedule.plan import SamplingBatch, SamplingRow
 

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 
 from plait.memory import BlockGroup
 from plait.model.decoder import Decoder
-from plait.runner.batches.check_batch import LONGEST, CheckBatch, CheckSize
+from plait.runner.device.check_batch import LONGEST, CheckBatch, CheckSize
 from plait.runner.host.static_batch import Capacity
 from plait.schedule.plan import FOLLOW, Chunk, StepPlan
 from plait.schedule.speculate import Speculation

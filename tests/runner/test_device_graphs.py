@@ -13,8 +13,8 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 from plait.memory import block_groups, has_slots
 from plait.model.decoder import Decoder
 from plait.ops.chip import Chip
-from plait.runner.device_graphs import DeviceReplay, GraphKey
-from plait.runner.graph_backends import CapturedStep
+from plait.runner.device.graph_backends import CapturedStep
+from plait.runner.device.replay import DeviceReplay, GraphKey
 from plait.schedule.plan import SamplingBatch, StepPlan, Ticket
 from plait.schedule.pools import CacheOptions
 from plait.schedule.speculate import Speculation

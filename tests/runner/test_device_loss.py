@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from plait.errors import DeviceLost
-from plait.runner.device_loss import check_lost
-from plait.runner.graph_backends import CaptureRefusals
+from plait.runner.device.graph_backends import CaptureRefusals
+from plait.runner.device.loss import check_lost
 from plait.runner.runner import ModelRunner
 from plait.schedule.plan import Chunk, SamplingBatch, StepPlan
 

@@ -16,8 +16,8 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 
 from plait.errors import CannotRecord, EngineError
 from plait.model.decoder import Decoder
-from plait.runner.batches.inputs import upload
-from plait.runner.device_ticket import DeviceTicket
+from plait.runner.device.ticket import DeviceTicket
+from plait.runner.steps.inputs import upload
 from plait.schedule.plan import FOLLOW, Sampled, SamplingBatch, StepPlan, Ticket
 from plait.schedule.pools import CacheOptions
 from plait.schedule.speculate import Speculation

@@ -14,13 +14,13 @@ from plait.memory import block_groups, has_slots
 from plait.model.decoder import Decoder
 from plait.ops.chip import Chip
 from plait.request import SamplingParams
-from plait.runner.device_graphs import DeviceReplay
+from plait.runner.device.graph_backends import TorchGraphs
+from plait.runner.device.replay import DeviceReplay
 from plait.runner.draft import DraftModel, Masks
-from plait.runner.graph_backends import TorchGraphs
 from plait.runner.host.draft_memory import DraftMemory
 from plait.runner.host.static_batch import Capacity
 from plait.runner.runner import ModelRunner
-from plait.runner.sampler import Sampler
+from plait.runner.sampling.sampler import Sampler
 from plait.schedule.drafts.turns import DraftRequest
 from plait.state.store import StateStore
 from tests.runner.device_engine import BLOCK, CHIP, CPU, LONGEST, gpu_decoder, plain_decoder

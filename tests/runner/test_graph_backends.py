@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.runner.graph_backends import CudaGraphs
+from plait.runner.device.graph_backends import CudaGraphs
 
 
 class FakeStream:

@@ -15,12 +15,12 @@ from plait.errors import RankLost
 from plait.memory import block_groups
 from plait.model.decoder import Decoder
 from plait.request import SamplingParams
-from plait.runner.batches.check_batch import CheckBatch
-from plait.runner.device_graphs import AT_START, DeviceReplay, GraphKey
-from plait.runner.graph_backends import CaptureRefusals
+from plait.runner.device.check_batch import CheckBatch
+from plait.runner.device.graph_backends import CaptureRefusals
+from plait.runner.device.replay import AT_START, DeviceReplay, GraphKey
 from plait.runner.host.static_batch import Capacity
 from plait.runner.runner import ModelRunner
-from plait.runner.sampler import Sampler
+from plait.runner.sampling.sampler import Sampler
 from plait.schedule.plan import SamplingBatch, SamplingRow, StepPlan
 from plait.state.store import StateStore
 from tests.runner.device_engine import BLOCK, CPU, LONGEST, plain_decoder

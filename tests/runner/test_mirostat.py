@@ -13,7 +13,7 @@ from plait.ops.seed import uniform
 from plait.request import SamplingParams
 from plait.runner.host.chain import Candidates, ChainRow
 from plait.runner.host.mirostat import choose_by_surprise, count_by_zipf
-from plait.runner.sampler import Sampler
+from plait.runner.sampling.sampler import Sampler
 from plait.schedule.plan import Sampled, SamplingBatch, SamplingRow
 
 VOCAB = 120

@@ -16,7 +16,7 @@ from plait.schedule.drafts.passes import Denoising
 from plait.schedule.plan import Chunk, StepPlan
 from tests.families import noisy_canvases
 from tests.families.noisy_canvases import Oracle
-from tests.runner.device_engine import Side, gpu_decoder, plain_decoder
+from tests.runner.device_engine import Side, gpu_decoder, opaque_decoder, plain_decoder
 
 PROMPTS = ([3, 5, 7], [*range(20, 34)])
 DRAWN: tuple[dict[str, Any], ...] = (
@@ -52,10 +52,14 @@ def test_texts_are_those_of_the_published_loop_and_draws_those_of_a_cpu(
         monkeypatch.setitem(noisy_canvases.TEXT, key, value)
     memory: dict[str, Any] = {"blocks": 24, "budget": 96, "num_seqs": 5}
     device = write_all(Side(decoder("diffusion_gemma", tmp_path), True, **memory))
-    assert device.runner.step_kind == "op by op: passes over noisy canvases are not captured"
+    assert device.runner.step_kind.startswith("passes over canvases are graphs")
     host = write_all(Side(plain_decoder("diffusion_gemma", tmp_path), False, **memory, chip=None))
     found = device.finish()
     assert found == host.finish()
+    checks = device.replay.checks
+    assert checks is not None
+    is_captured = decoder is gpu_decoder  # references ask for values, and run op by op
+    assert (bool(checks.graphs), bool(checks.refused)) == (is_captured, not is_captured)
     oracle = Oracle(tmp_path)
     assert [found["r0"], found["r1"]] == [oracle.write(prompt, 6, 11)[0] for prompt in PROMPTS]
     for name, count in (("d0", 2), ("d2", 0)):
@@ -68,6 +72,34 @@ def test_texts_are_those_of_the_published_loop_and_draws_those_of_a_cpu(
             assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
             assert [token for token, _ in one.top] == [token for token, _ in other.top]
             assert len(one.top) >= count
+
+
+def test_captured_passes_give_the_text_of_passes_op_by_op(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Requests join, end and are preempted in between; log-probabilities need the host."""
+    monkeypatch.setitem(noisy_canvases.SCHEDULE, "max_denoising_steps", 4)
+    model = opaque_decoder("diffusion_gemma", tmp_path)
+
+    def run(has_graphs: bool, blocks: int, **more: Any) -> tuple[dict[str, list[int]], Side]:
+        side = Side(model, has_graphs, num_seqs=3, budget=48, blocks=blocks, chip=None)
+        for i, params in enumerate(({"temperature": 0.0}, {"temperature": 1.0, "top_k": 20}, DRAWN[2])):
+            for j, prompt in enumerate((*PROMPTS, [*range(2, 21)])):
+                given = {**params, "seed": 5 * i + j, "logprobs": None, **more}
+                side.submit(f"{i}r{j}", prompt, max_tokens=7 + 4 * j, **given)
+        return side.finish(), side
+
+    plain, _ = run(has_graphs=False, blocks=24)
+    found, side = run(has_graphs=True, blocks=24)
+    assert found == plain
+    checks = side.replay.checks
+    assert checks is not None
+    assert not checks.refused
+    assert {key.size.seqs for key in checks.graphs} == {1, 2, 3}
+    assert {key.form.is_drawn for key in checks.graphs} == {True, False}
+    assert any(key.form.is_edited for key in checks.graphs)
+    assert run(has_graphs=True, blocks=9)[0] == plain
+    assert run(has_graphs=True, blocks=24, logprobs=1)[0] == plain
 
 
 def test_no_recorded_step_fits_a_pass() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plait.checkpoint.weights import Target, Weights
 from plait.model.eagle import ObservedDecoder, StateReader
-from plait.runner.replay import Observe
+from plait.runner.steps.replay import Observe
 from plait.schedule.plan import StepPlan
 from plait.schedule.speculate import Speculation
 from plait.verify.matrix import CheapRows, KnownReplies

@@ -19,10 +19,10 @@ from plait.kernels.cpu.pointwise.norm import _rms_norm
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.loading.build import Loaded
 from plait.memory import PagedState, block_groups
-from plait.runner.batches.inputs import build_batch
 from plait.runner.host.static_batch import Capacity, StaticBatch
 from plait.runner.program import ViewsOnly, record_program, view_as_batch
-from plait.runner.sampler import Sampler
+from plait.runner.sampling.sampler import Sampler
+from plait.runner.steps.inputs import build_batch
 from plait.schedule.plan import Chunk, StepPlan
 from tests.families import tiny, tiny_attention, tiny_mixers, tiny_plain, tiny_ssm
 from tests.runner.recordings import (

@@ -18,7 +18,7 @@ from plait.ops.sample import sample
 from plait.ops.seed import choice_seed, uniform
 from plait.request import SamplingParams
 from plait.runner.host.sampler import FLOOR, best
-from plait.runner.sampler import Sampler
+from plait.runner.sampling.sampler import Sampler
 from plait.schedule.plan import Sampled, SamplingBatch, SamplingRow
 
 VOCAB = 50

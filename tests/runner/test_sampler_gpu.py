@@ -17,9 +17,9 @@ from plait.errors import EngineError
 from plait.kernels.load import load_for_gpu
 from plait.ops.chip import EXAMPLES
 from plait.request import TokenLogprobs
-from plait.runner.capture import StepCapture
-from plait.runner.sampler import Sampler
-from plait.runner.sampling_tables import LineTable, SamplingTables, most_nbytes
+from plait.runner.device.capture import StepCapture
+from plait.runner.sampling.sampler import Sampler
+from plait.runner.sampling.tables import LineTable, SamplingTables, most_nbytes
 from plait.schedule.plan import Sampled, SamplingBatch, SamplingRow
 from tests.runner.test_sampler import VOCAB, answer, random_logits, random_row, row
 
@@ -309,6 +309,26 @@ def test_rows_of_a_sequence_have_one_line_of_biases() -> None:
     less = most_nbytes(capacity, vocab, capacity) - most_nbytes(capacity, vocab, seqs)
     assert len(tables.static_tensors[3]) == 8 <= 2 * seqs
     assert less == (capacity + 1 - 2 * seqs) * biases // 8
+
+
+def test_places_of_a_noisy_canvas_have_one_line_of_counts() -> None:
+    """256 places have as many rows, and one history: a line each would be 256 MiB of a large vocabulary."""
+    places, vocab = 32, 3001
+    sampler = gpu_sampler(vocab)
+    tables = sampler.tables(2 * places)
+    rows = [
+        replace(row(presence_penalty=1.0, history=(n, 7), num_samples=places, seed=n), entropy_at=0.5)
+        for n in (3, 5)
+    ]
+    tables.fill(SamplingBatch(tuple(rows)))
+    counts = tables.static_tensors[-2]
+    assert len(counts) <= 4
+    logits = random_logits(2 * places, vocab)
+    edited = sampler._edit(logits, tables)
+    for n, banned in ((0, 3), (1, 5)):
+        part = slice(n * places, (n + 1) * places)
+        lowered = (edited[part] != logits[part]).nonzero()[:, 1].unique().tolist()
+        assert lowered == [banned, 7]
 
 
 def test_a_mask_counts_more_than_stops_that_may_not_come_yet() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from plait.errors import EngineError
 from plait.request import SamplingParams
-from plait.runner.sampler import Sampler
+from plait.runner.sampling.sampler import Sampler
 from plait.schedule.plan import Sampled, SamplingBatch, SamplingRow
 
 VOCAB = 50

@@ -12,8 +12,8 @@ from plait.engine.thread import EngineLoop
 from plait.frontend.frontend import Front, Language
 from plait.memory import BlockGroup
 from plait.runner.host.pooling import add_pooled
-from plait.runner.replay import copy_pooled
-from plait.runner.sampler import Sampler
+from plait.runner.sampling.sampler import Sampler
+from plait.runner.steps.replay import copy_pooled
 from plait.schedule.allocation import Allocation
 from plait.schedule.costs import SchedulerLimits
 from plait.schedule.plan import Done, SamplingBatch, StepPlan, Ticket

@@ -262,6 +262,6 @@ def _open_full(model: str, config: EngineConfig, store: HostStore) -> FullRunner
 
 
 def _score(logits: Floats) -> Floats:
-    from plait.runner.sampler import log_softmax
+    from plait.runner.sampling.sampler import log_softmax
 
     return log_softmax(logits)

@@ -45,8 +45,13 @@ class CanvasRows:
     start: Tensor  # [S] int64: the position where the canvas of each sequence begins; its length: it has none
     is_place: Tensor  # [T] bool
     is_fresh: Tensor  # [L] bool: of each row of logits, whether this is the first pass of its canvas
-    sizes: tuple[int, ...]  # of each canvas, and the temperature of this pass
-    temperatures: tuple[float, ...]
+    sizes: tuple[int, ...]  # of each canvas
+    temperatures: Tensor  # float32: of this pass, for each canvas
+
+    def list_temperatures(self) -> Tensor:
+        """The temperature of each row of logits, [L]."""
+        parts = zip(self.temperatures.unbind(), self.sizes, strict=True)
+        return torch.cat([one.expand(size) for one, size in parts])
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ from plait.runner.ranks.messages import (
     receive_report,
 )
 from plait.runner.ranks.processes import RankProcess, StartedRank, take_rank
-from plait.runner.replay import Run
+from plait.runner.steps.replay import Run
 from plait.schedule.plan import Sampled, SamplingBatch, StepPlan, Ticket
 
 R = TypeVar("R", Joined, RankLoaded, MemoryMeasured, AdapterLoaded)

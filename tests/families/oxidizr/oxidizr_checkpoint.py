@@ -15,7 +15,7 @@ from plait.families.common.resolved import Resolved
 from plait.families.oxidizr.oxidizr import resolve_oxidizr
 from plait.memory import block_groups
 from plait.model.decoder import Decoder
-from plait.runner.batches.inputs import build_batch
+from plait.runner.steps.inputs import build_batch
 from plait.schedule.plan import Chunk, StepPlan
 from plait.state.store import StateStore
 

@@ -33,8 +33,8 @@ from plait.kernels.load import load_for_gpu
 from plait.memory import block_groups, has_slots
 from plait.model.decoder import Decoder
 from plait.ops.chip import EXAMPLES
-from plait.runner.batches.inputs import build_batch
-from plait.runner.capture import decode_batch
+from plait.runner.device.capture import decode_batch
+from plait.runner.steps.inputs import build_batch
 from plait.schedule.plan import Chunk, StepPlan
 from plait.state.store import StateStore
 from tests.families.every import NAMES, read_model

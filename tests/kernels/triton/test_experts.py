@@ -22,7 +22,7 @@ from plait.ops.blocks import random_weight
 from plait.ops.expert_stack import ExpertStack
 from plait.ops.launch import launch
 from plait.quant.weight import Dense, Weight
-from plait.runner.capture import StepCapture
+from plait.runner.device.capture import StepCapture
 
 HIDDEN, SIZE, EXPERTS, K = 40, 24, 6, 3
 SILU = ("silu", True)

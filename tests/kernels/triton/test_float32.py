@@ -20,7 +20,7 @@ from plait.ops.heads import HeadRows, map_heads
 from plait.ops.linear import FLOATS, KINDS, STORED, linear
 from plait.quant.plane_parts import pack_planes
 from plait.quant.planes import PlaneLayout
-from plait.runner.capture import StepCapture
+from plait.runner.device.capture import StepCapture
 
 LINEAR: Any = importlib.import_module("plait.kernels.triton.linear.linear")
 ONE_FORM: Any = importlib.import_module("plait.kernels.triton.linear.one_form")

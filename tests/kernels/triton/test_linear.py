@@ -27,7 +27,7 @@ from plait.ops.registry import OpFacts
 from plait.quant.plane_parts import _INTEGERS, _SIMPLE
 from plait.quant.planes import IQ4_ORDER, LANES, PlaneLayout, decode_codes, fill_plane
 from plait.quant.weight import Dense, Weight
-from plait.runner.capture import StepCapture, capture_step, decode_batch
+from plait.runner.device.capture import StepCapture, capture_step, decode_batch
 from plait.state.store import StateStore
 from tests.families import tiny
 from tests.families.parity import Memory, decoder, resolved

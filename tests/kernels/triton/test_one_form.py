@@ -26,7 +26,7 @@ from plait.ops.ranks import Alone, ShareLinear, add_in_tree
 from plait.ops.registry import OpFacts
 from plait.partition import Cut, Rank, sum_of
 from plait.quant.weight import Dense, Weight, as_weight
-from plait.runner.capture import StepCapture
+from plait.runner.device.capture import StepCapture
 
 load_for_gpu()
 

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 from plait.kernels.triton.ssm.mamba3 import norm_then_bias
 from plait.memory import block_groups
 from plait.ops.launch import watch_launches
-from plait.runner.capture import capture_step, decode_batch
+from plait.runner.device.capture import capture_step, decode_batch
 from tests.runner.test_capture import BLOCKS, on_gpu
 
 LEFT = {"softplus", "exp", "addcmul", "repeat_interleave", "clamp"}  # the references, by torch

@@ -28,7 +28,7 @@ from plait.ops.registry import Op, OpFacts
 from plait.ops.rg_lru import rg_lru
 from plait.ops.ssm import gated_mamba1_scan, mamba1_scan
 from plait.ops.wkv import wkv4_scan, wkv6_scan, wkv7_scan
-from plait.runner.capture import StepCapture, capture_step, decode_batch
+from plait.runner.device.capture import StepCapture, capture_step, decode_batch
 from plait.state.store import StateStore
 from tests.families.oxidizr.oxidizr_checkpoint import golden
 from tests.families.parity import Memory, decoder, in_pieces, worst

@@ -42,5 +42,5 @@ def test_each_line_of_the_parts_counts(copied: Path, parts: tuple[str, ...], mod
 def test_a_module_that_moves_is_other_code(copied: Path) -> None:
     before = hash_code(COMPUTES)
     source_code._hash_part.cache_clear()
-    (copied / "runner/sampler.py").rename(copied / "runner/other.py")
+    (copied / "runner/sampling/sampler.py").rename(copied / "runner/sampling/other.py")
     assert hash_code(COMPUTES) != before

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from plait.memory import block_groups, has_slots
 from plait.model.decoder import Decoder
-from plait.runner.batches.inputs import build_batch
+from plait.runner.steps.inputs import build_batch
 from plait.schedule.plan import Chunk, StepPlan
 from plait.spec.canvas import CanvasSpec
 from plait.state.store import StateStore

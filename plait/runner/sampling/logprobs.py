@@ -17,7 +17,7 @@ from torch import Tensor
 
 from plait.request import TokenLogprobs
 from plait.runner.host.sampler import FLOOR, ROWS_AT_ONCE, count_alternatives, with_target
-from plait.runner.sampling_tables import copy_to_device
+from plait.runner.sampling.tables import copy_to_device
 from plait.schedule.plan import SamplingBatch
 
 LOW_HALF, LARGEST_ID = 0xFFFFFFFF, 0x7FFFFFFF

@@ -26,9 +26,17 @@ from plait.model.eagle import row_size, take_observed
 from plait.ops.registry import OpFacts
 from plait.ops.step import locate_tokens, move_rows_on
 from plait.request import SamplingParams
-from plait.runner.batches.check_batch import has_drafts, list_tokens
-from plait.runner.batches.device_batch import DeviceBatch, buckets_of
-from plait.runner.batches.inputs import (
+from plait.runner.device.capture import decoder_tensors
+from plait.runner.device.check_batch import has_drafts, list_tokens
+from plait.runner.device.check_graphs import CheckGraphs
+from plait.runner.device.graph_backends import CapturedStep, GraphBackend
+from plait.runner.device.rows import DeviceBatch, buckets_of
+from plait.runner.device.ticket import DeviceTicket, Nothing
+from plait.runner.host.pooling import add_pooled
+from plait.runner.host.static_batch import Capacity
+from plait.runner.sampling.sampler import Sampler, count_scratch
+from plait.runner.sampling.tables import DrawForm, most_nbytes
+from plait.runner.steps.inputs import (
     batch_of,
     is_decoding,
     list_columns,
@@ -37,16 +45,10 @@ from plait.runner.batches.inputs import (
     parts_of,
     upload,
 )
-from plait.runner.capture import decoder_tensors
-from plait.runner.check_graphs import CheckGraphs
-from plait.runner.device_ticket import DeviceTicket, Nothing
-from plait.runner.graph_backends import CapturedStep, GraphBackend
-from plait.runner.host.pooling import add_pooled
-from plait.runner.host.static_batch import Capacity
-from plait.runner.replay import Observe, copy_pooled
-from plait.runner.sampler import Sampler, count_scratch
-from plait.runner.sampling_tables import DrawForm, most_nbytes
+from plait.runner.steps.replay import Observe, copy_pooled
 from plait.schedule.plan import FOLLOW, Done, Sampled, SamplingBatch, SamplingRow, StepPlan, Ticket
+from plait.spec.canvas import NoisyCanvasSpec
+from plait.spec.model import ModelSpec
 from plait.state.store import StateStore
 
 AT_START = 32  # sequences of the largest graph of which all plain forms are captured before the first request
@@ -92,7 +94,8 @@ class DeviceReplay:
         self._hidden = torch.zeros(0, device=device)  # of the rows of a graph, for `_observe`
         self._logits = torch.zeros(0, device=device)  # of the rows of a graph, for the host to sample from
         parts = (decoder, store, sampler, groups, capacity, backend)
-        self.checks = CheckGraphs(*parts) if has_drafts(capacity) else None
+        self._has_canvases = decoder.spec.canvas is not None  # then no step is a decode
+        self.checks = CheckGraphs(*parts) if self._has_canvases or has_drafts(capacity) else None
         facts = OpFacts("cuda" if backend.chip else device.type, torch.float32, chip=backend.chip)
         self._locate, where = locate_tokens.bind(facts, "step")
         self._move_on, move = move_rows_on.bind(facts, "step")
@@ -106,12 +109,18 @@ class DeviceReplay:
 
     @property
     def launches(self) -> Sequence[str]:
-        """The names of the launches of one decode step, in order; empty before the first."""
-        graphs = self._graphs.values()
-        return next(iter(graphs)).launches if graphs else ()
+        """The names of the launches of one decode step, or of a pass over canvases, in order; empty before
+        the first."""
+        passes = self.checks.graphs if self.checks and self._has_canvases else {}
+        graphs = [*self._graphs.values(), *passes.values()]
+        return graphs[0].launches if graphs else ()
 
     def describe(self) -> str:
         """What is captured, in a line."""
+        if self._has_canvases:
+            return (
+                "passes over canvases are graphs, captured when they are first needed; prompts run op by op"
+            )
         sizes = ", ".join(map(str, sorted({key.bucket for key in self._graphs})))
         shown = f"those of {sizes} are captured" if sizes else "each is captured when it is first needed"
         return f"decodes of up to {self.batch.rows} sequences are graphs, {shown}; prompts run op by op"
@@ -140,20 +149,26 @@ class DeviceReplay:
         Graphs share a pool of memory (`CudaGraphs`). Others are captured when a batch needs them, in any
         order: they find their memory where the largest has its own. Raises what a capture raises.
         """
-        backend, small = self._backend, [size for size in self.batch.buckets if size <= AT_START]
+        backend = self._backend
         before = backend.free_nbytes()
         with backend.select():
-            if self.checks and self.checks.tokens >= self.batch.rows:
+            if self.checks and (self._has_canvases or self.checks.tokens >= self.batch.rows):
                 self.checks.prepare()
-            self._largest = self._prepare_largest()
-            if self.checks and self.checks.tokens < self.batch.rows:
-                self.checks.prepare()
-            for bucket, temperature, adapted in product(reversed(small), (1.0, 0.0), self._kinds):
-                params = SamplingParams(temperature=temperature)
-                self._prepare_graph(bucket, SamplingRow(params, 1, 1, position=1, seed=0), adapted)
+            if not self._has_canvases:
+                self._prepare_decodes()
         self._filled = None
         if before is not None and (after := backend.free_nbytes()) is not None:
             log.info("memory: the graphs of startup have taken %d MiB", (before - after) >> 20)
+
+    def _prepare_decodes(self) -> None:
+        """Capture decodes, the largest first, and steps that check drafts where they come next in size."""
+        self._largest = self._prepare_largest()
+        if self.checks and self.checks.tokens < self.batch.rows:
+            self.checks.prepare()
+        small = [size for size in self.batch.buckets if size <= AT_START]
+        for bucket, temperature, adapted in product(reversed(small), (1.0, 0.0), self._kinds):
+            params = SamplingParams(temperature=temperature)
+            self._prepare_graph(bucket, SamplingRow(params, 1, 1, position=1, seed=0), adapted)
 
     def _prepare_largest(self) -> CapturedStep | None:
         """The graph with the most memory: of all rows, drawn and edited; of fewer where that does not fit."""
@@ -314,7 +329,8 @@ class DeviceReplay:
         answering = [chunk for chunk in plan.chunks if chunk.has_answer]
         drawing = list(zip(answering, sampling.rows, strict=True))
         is_pooled = any(chunk.num_pooled for chunk in plan.chunks)
-        draws_here = not is_pooled and self._eager_tables.fill(sampling)
+        is_noisy = any(chunk.denoising for chunk in plan.chunks)  # more is read of these than tokens
+        draws_here = not (is_pooled or is_noisy) and self._eager_tables.fill(sampling)
         placed = [c for c, row in drawing if draws_here and row.num_samples == 1 and not row.draft]
         if placed:
             self.batch.move(self.batch.place(placed, self.batch.rows))
@@ -352,12 +368,17 @@ class DeviceReplay:
         if follows:
             batch.token_ids.index_copy_(0, targets, self.batch.token_ids[sources])
         hidden = self._decoder.hidden(batch, self._store)
-        return self._decoder.logits(hidden, batch), hidden, placed
+        return self._decoder.answer(hidden, batch, self._store), hidden, placed
 
 
-def most_tables_nbytes(capacity: Capacity, vocab_size: int) -> int:
+def most_tables_nbytes(capacity: Capacity, spec: ModelSpec) -> int:
     """Bytes that all tables of sampling settings may have, once requests have penalties and biases, and that
     the logits have from which the host samples."""
+    vocab_size = spec.vocab_size
+    if isinstance(
+        spec.canvas, NoisyCanvasSpec
+    ):  # a line for each canvas: of a captured pass, of one op by op
+        return sum(most_nbytes(count, vocab_size, count) for count in (capacity.seqs, 1))
     rows = [buckets_of(capacity.seqs)[-1], capacity.logits, count_scratch(capacity.logits)]
     rows += [list_tokens(capacity)[-1]] if has_drafts(capacity) else []
     logits = 4 * rows[0] * vocab_size

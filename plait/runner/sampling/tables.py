@@ -130,19 +130,17 @@ class SamplingTables:
         self._clear()
         self._block = copy_to_device(self._host, device)
         self._stops = torch.full((capacity, LEAST_STOPS), NO_STOP, dtype=torch.int64, device=device)
-        self._has_holes = bool(holes)
-        self._words = np.zeros(-(-limit // 32), np.uint32)
+        self._has_holes, self._words = bool(holes), np.zeros(-(-limit // 32), np.uint32)
         bits = np.ones(limit, np.uint8)
         bits[list(holes)] = 0
         self._words.view(np.uint8)[: -(-limit // 8)] = np.packbits(bits, bitorder="little")
         neutral = torch.from_numpy(self._words.view(np.int32).copy())
-        most = capacity + 1
-        self._masks = LineTable(len(self._words), neutral, device, most)
-        self._biases = LineTable(limit, torch.zeros(limit), device, most)
-        self._counts = LineTable(limit, torch.zeros(limit, dtype=torch.int32), device, most)
+        where = device, capacity + 1
+        self._masks = LineTable(len(self._words), neutral, *where)
+        self._biases = LineTable(limit, torch.zeros(limit), *where)
+        self._counts = LineTable(limit, torch.zeros(limit, dtype=torch.int32), *where)
         self._no_counts = self._counts.tensor  # line 0 alone, which no larger table replaces
-        self._histories = dict[Hashable, CountedHistory]()
-        self._moved = 0  # draws of the last batch that were launched
+        self._histories, self._moved = dict[Hashable, CountedHistory](), 0  # launched draws of the last batch
         self._replaced, self.gives_scores = 0, False  # the latter: who draws gives log-probabilities, too
         self._is_drawn, self._is_edited, self._moves_on = False, self._has_holes, False
         self._sizes = self._tensors()
@@ -298,14 +296,16 @@ class SamplingTables:
     def _count_lines(self, draws: Sequence[Draw], owners: Sequence[int | None]) -> list[int]:
         """Lines of counts, each of one sequence: others with its seed and prompt may have other tokens.
 
-        Of a history that only became longer, what is behind the known end is written.
+        Of a history that only became longer, what is behind the known end is written. Places of a noisy
+        canvas share a line: none of their draws is counted.
         """
-        lines, blank, taken = [], [], set[Hashable]()
-        places, values = list[Longs](), list[npt.NDArray[np.int32]]()
+        lines, blank, taken = list[int](), list[int](), set[Hashable]()
+        places, values, last = list[Longs](), list[npt.NDArray[np.int32]](), None
         for (row, i), owner in zip(draws, owners, strict=True):
-            if not row.history:
-                lines.append(0)
+            if not row.history or (row is last and row.entropy_at):
+                lines.append(lines[-1] if row.history else 0)
                 continue
+            last = row
             history = (*row.history, *row.draft[:i])
             whose = (row.seed, row.prompt_len) if owner is None else owner
             key = next(k for n in range(len(draws)) if (k := (whose, n)) not in taken)

@@ -25,7 +25,7 @@ from plait.model.decoder import Decoder
 from plait.model.layers.layers import Batch, PagedIndex
 from plait.model.mixers.registry import list_mixers
 from plait.ops.launch import watch_launches
-from plait.runner.replay import find_tensors
+from plait.runner.steps.replay import find_tensors
 from plait.state.store import StateStore
 
 # On a CPU these read memory without an operator; on a device they wait for it.

@@ -31,8 +31,8 @@ from plait.runner.host.sampler import (
     check_finite,
     sampled_rows,
 )
-from plait.runner.logprobs import list_requests, read_answers, read_score, score_requests
-from plait.runner.sampling_tables import SamplingTables, copy_to_device
+from plait.runner.sampling.logprobs import list_requests, read_answers, read_score, score_requests
+from plait.runner.sampling.tables import SamplingTables, copy_to_device
 from plait.schedule.drafts.passes import Denoised
 from plait.schedule.plan import Sampled, SamplingBatch, SamplingRow
 
@@ -99,6 +99,8 @@ class Sampler:
             return [answer for part, row in pairs for answer in self.sample(part, SamplingBatch((row,)))]
         if any(row.params.needs_chain or row.negative >= 0 for row in batch.rows):
             return self._sample_in_parts(logits, batch)
+        if len(batch.rows) == 1 and batch.rows[0].entropy_at:
+            return [self._sample_places(logits, batch.rows[0])]
         draws = [(row, i) for row in batch.rows for i in range(row.num_samples)]
         return self._sample_on_gpu(logits, batch, draws)
 
@@ -112,8 +114,24 @@ class Sampler:
         The rows are the first L columns of `tables`. What is launched depends on L and `tables.form`. A value
         that is not finite is of a broken row: it has to be checked where ids are read, as `sample` does.
         """
+        return self._draw_edited(self._edit(logits, tables), tables)
+
+    def draw_places(
+        self, logits: Tensor, tables: SamplingTables, temperatures: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`draw` for places of noisy canvases: also the likeliest token of each, and the entropy in nats of
+        its edited logits at a temperature, all [L]. temperatures: [L] float32."""
+        edited = self._edit(logits, tables)
+        ids, values = self._draw_edited(edited, tables)
+        likeliest = self._largest(edited)[0] if tables.form.is_drawn else ids
+        entropies = []  # some rows at a time
+        for rows, by in zip(edited.split(ROWS_AT_ONCE), temperatures.split(ROWS_AT_ONCE), strict=True):
+            logs = (rows / by[:, None]).log_softmax(-1)
+            entropies.append(-(logs.exp() * logs.clamp(min=LEAST)).sum(-1))
+        return ids, values, likeliest, torch.cat(entropies)
+
+    def _draw_edited(self, logits: Tensor, tables: SamplingTables) -> tuple[Tensor, Tensor]:
         rows, form = logits.shape[0], tables.form
-        logits = self._edit(logits, tables)
         if form.is_drawn:
             ids, values = self._draw_at(logits, *tables.settings(rows))
         else:
@@ -187,59 +205,55 @@ class Sampler:
             answers.update(zip(places, found, strict=True))
         return [answers[n] for n in range(len(batch.rows))]
 
-    def _draw_on_gpu(self, logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
-        """A row of logits for each draw -> ids and largest logits, on the device."""
+    def _fill_scratch(self, draws: Sequence[Draw]) -> SamplingTables:
+        """Tables with the settings of these draws, in their order."""
         if self._scratch is None or self._scratch.capacity < len(draws):
             self._scratch = self.tables(count_scratch(len(draws)))
         self._scratch.fill_draws(draws)
-        return self.draw(logits, self._scratch)
+        return self._scratch
+
+    def _sample_places(self, logits: Tensor, row: SamplingRow) -> Sampled:
+        """`sample` for a noisy canvas: log-probabilities are of the likeliest tokens."""
+        batch, device = SamplingBatch((row,)), logits.device
+        tables = self._fill_scratch([(row, i) for i in range(row.num_samples)])
+        heat = torch.full((len(logits),), row.entropy_at, device=device)
+        ids, values, likeliest, entropies = self.draw_places(logits, tables, heat)
+        banned = self.holes if len(self.holes) else None
+        requests = list(list_requests(batch, self.limit - len(self.holes)))
+        parts = score_requests(self._score, logits, likeliest, requests, self.limit, banned)
+        found = read_answers(ids, values, parts)
+        check_finite(found.values)
+        chosen = tuple(likeliest.tolist())
+        scores = [read_score(r, score, chosen) for r, score in zip(requests, found.scores, strict=True)]
+        made = Denoised(chosen, tuple(entropies.tolist()))
+        return Sampled(tuple(found.tokens), tuple(scores) or None, denoised=made)
 
     def _sample_on_gpu(self, logits: Tensor, batch: SamplingBatch, draws: Sequence[Draw]) -> list[Sampled]:
         """`sample` with one read for all of its tokens and log-probabilities."""
         ids, values = logits.new_empty(0, dtype=torch.int64), logits.new_empty(0)
-        is_noisy = any(row.entropy_at for row in batch.rows)
-        likeliest, entropies = list[int](), list[float]()
         if draws:
             index = sampled_rows(batch.rows)
             sampled = logits
             if len(index) < logits.shape[0]:
                 sampled = logits[copy_to_device(np.array(index), logits.device)]
-            ids, values = self._draw_on_gpu(sampled, draws)
-            likeliest, entropies = self._find_likeliest(sampled, draws) if is_noisy else ([], [])
+            ids, values = self.draw(sampled, self._fill_scratch(draws))
         requests = list(list_requests(batch, self.limit - len(self.holes)))
         if not draws and not requests:
             return [Sampled() for _ in batch.rows]
         banned = self.holes if len(self.holes) else None
-        scored = ids if not is_noisy else copy_to_device(np.array(likeliest), logits.device)
-        parts = score_requests(self._score, logits, scored, requests, self.limit, banned)
+        parts = score_requests(self._score, logits, ids, requests, self.limit, banned)
         found = read_answers(ids, values, parts)
         check_finite(found.values)
         scores: list[list[TokenLogprobs]] = [[] for _ in batch.rows]
         prompts: list[list[TokenLogprobs]] = [[] for _ in batch.rows]
         for request, score in zip(requests, found.scores, strict=True):
             kind = scores if request.target is None else prompts
-            kind[request.answer].append(read_score(request, score, likeliest or found.tokens))
+            kind[request.answer].append(read_score(request, score, found.tokens))
         answers, at = [], 0
         for row, own, prompt in zip(batch.rows, scores, prompts, strict=True):
             here, at = slice(at, at + row.num_samples), at + row.num_samples
-            more = Denoised(tuple(likeliest[here]), tuple(entropies[here])) if row.entropy_at else None
-            mine = tuple(found.tokens[here])
-            answers.append(Sampled(mine, tuple(own) or None, tuple(prompt), denoised=more))
+            answers.append(Sampled(tuple(found.tokens[here]), tuple(own) or None, tuple(prompt)))
         return answers
-
-    def _find_likeliest(self, logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float]]:
-        """(the likeliest token of each draw, its entropy), some rows at a time. The tables are filled."""
-        assert self._scratch is not None
-        edited = self._edit(logits, self._scratch)
-        heat = copy_to_device(
-            np.array([row.entropy_at or 1.0 for row, _ in draws], np.float32), logits.device
-        )
-        entropies = []
-        for rows, by in zip(edited.split(ROWS_AT_ONCE), heat.split(ROWS_AT_ONCE), strict=True):
-            logs = (rows / by[:, None]).log_softmax(-1)
-            entropies.append(-(logs.exp() * logs.clamp(min=LEAST)).sum(-1))
-        ids, _ = self._largest(edited)
-        return ids.tolist(), torch.cat(entropies).tolist()
 
 
 def count_scratch(draws: int) -> int:

@@ -23,9 +23,10 @@ from torch import Tensor
 
 from plait.memory import BlockGroup
 from plait.model.layers.layers import Batch, PagedIndex
-from plait.runner.batches.device_batch import BUCKETS, buckets_of
-from plait.runner.batches.inputs import ALIGNED, parts_of
+from plait.runner.device.layout import StepLayout
+from plait.runner.device.rows import BUCKETS, buckets_of
 from plait.runner.host.static_batch import Capacity
+from plait.runner.steps.inputs import ALIGNED, parts_of
 from plait.schedule.plan import FOLLOW, StepPlan
 
 LONGEST = 16  # tokens of one sequence: more are scanned in chunks, as prompts are
@@ -69,8 +70,8 @@ class CheckBatch:
         # Of a row of a table. All tokens may be padding, which has a row too: kernels read to the end of it.
         longest = max(capacity.blocks, -(-self.tokens // block_size))
         self._blocks = -(-longest // ALIGNED) * ALIGNED
-        _, ends = self._places(CheckSize(self._seqs[-1], self.tokens))
-        self._memory = torch.zeros(ends[-1], dtype=torch.int64, device=device)
+        size = self._layout(CheckSize(self._seqs[-1], self.tokens)).size
+        self._memory = torch.zeros(size, dtype=torch.int64, device=device)
 
     @property
     def static_tensors(self) -> list[Tensor]:
@@ -103,13 +104,7 @@ class CheckBatch:
 
     def fill(self, plan: StepPlan, size: CheckSize) -> None:
         """Write a plan; one without chunks: padding alone."""
-        shapes, ends = self._places(size)
-        whole = torch.zeros(ends[-1], dtype=torch.int64, pin_memory=self._memory.is_cuda)
-        flat = whole.numpy()
-        views = [
-            flat[end - int(np.prod(shape)) : end].reshape(shape)
-            for shape, end in zip(shapes, ends, strict=True)
-        ]
+        whole, views = self._layout(size).make_host_copy(self._memory)
         count, tokens = len(plan.chunks), plan.num_tokens
         if count:
             for view, part in zip(views, self._parts(plan), strict=True):
@@ -125,11 +120,8 @@ class CheckBatch:
 
         Of its rows of logits those that the plan wants come first.
         """
-        shapes, ends = self._places(size)
-        ids, positions, starts, lens, slots, history, rows, *paged = (
-            self._memory[end - int(np.prod(shape)) : end].view(shape)
-            for shape, end in zip(shapes, ends, strict=True)
-        )
+        views = self._layout(size).view(self._memory)
+        ids, positions, starts, lens, slots, history, rows, *paged = views
         pairs = zip(self._groups, paged[::2], paged[1::2], strict=True)
         return Batch(
             token_ids=ids,
@@ -144,26 +136,13 @@ class CheckBatch:
         )
 
     def _parts(self, plan: StepPlan) -> Parts:
-        """The arrays of a plan, in the order of `_places`: all of `parts_of` but adapters: there are none."""
+        """The arrays of a plan, in the order of `_layout`: all of `parts_of` but adapters: there are none."""
         parts = parts_of(plan, len(self._groups), self._block_size)
         return [*parts[:7], *parts[8:]]
 
-    def _places(self, size: CheckSize) -> tuple[list[tuple[int, ...]], list[int]]:
-        """The shapes of ids, positions, starts, lengths, slots, history, rows of logits, and of each group
-        table and addresses; and where each ends in the memory."""
+    def _layout(self, size: CheckSize) -> StepLayout:
+        """Where ids, positions, starts, lengths, slots, history and rows of logits lie, then of each group
+        table and addresses."""
         seqs, tokens = size.seqs + 1, size.tokens
-        shapes: list[tuple[int, ...]] = [
-            (tokens,),
-            (tokens,),
-            (seqs + 1,),
-            (seqs,),
-            (seqs,),
-            (seqs,),
-            (tokens,),
-        ]
-        shapes += [(seqs, self._blocks), (tokens,)] * len(self._groups)
-        ends, at = [], 0
-        for shape in shapes:
-            at = -(-at // ALIGNED) * ALIGNED + int(np.prod(shape))
-            ends.append(at)
-        return shapes, ends
+        lines = [(tokens,), (tokens,), (seqs + 1,), (seqs,), (seqs,), (seqs,), (tokens,)]
+        return StepLayout.of([*lines, *[(seqs, self._blocks), (tokens,)] * len(self._groups)])

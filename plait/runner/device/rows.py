@@ -23,8 +23,8 @@ from plait.errors import EngineError
 from plait.memory import BlockGroup
 from plait.model.layers.layers import Batch, PagedIndex
 from plait.ops.low_rank import AdapterRows
-from plait.runner.batches.inputs import ALIGNED, upload_pairs
 from plait.runner.host.static_batch import Capacity
+from plait.runner.steps.inputs import ALIGNED, upload_pairs
 from plait.schedule.plan import FOLLOW, Chunk, StepPlan, Table
 
 FIELDS = ("token_ids", "positions", "seq_lens", "active", "slots", "adapters")

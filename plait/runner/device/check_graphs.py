@@ -1,9 +1,11 @@
-"""Steps that check drafts, or fill canvases, as captured steps: several tokens of each sequence are sampled.
+"""Steps that check drafts, or pass over canvases, as captured steps: each sequence has several draws.
 
 A drafted token counts if it is what the model samples in its place, so such a step ends with one draw for
 each of its tokens, over the same settings as on a CPU. The host reads them and decides what was right: the
 next step waits for that. A graph is for a number of sequences and of tokens (`CheckSize`) and a form of the
 draw; it is captured when it is first needed, and which drafts are how long is data.
+
+Of noisy canvases the host also reads the likeliest token and the entropy of each place.
 """
 
 from __future__ import annotations
@@ -20,16 +22,18 @@ from plait.memory import BlockGroup
 from plait.model.decoder import Decoder
 from plait.model.eagle import row_size, take_observed
 from plait.request import SamplingParams
-from plait.runner.batches.check_batch import CheckBatch, CheckSize
-from plait.runner.batches.inputs import list_columns
-from plait.runner.capture import decoder_tensors
-from plait.runner.graph_backends import CapturedStep, GraphBackend
+from plait.runner.device.capture import decoder_tensors
+from plait.runner.device.check_batch import CheckBatch, CheckSize
+from plait.runner.device.graph_backends import CapturedStep, GraphBackend
+from plait.runner.device.noise_batch import NoiseBatch
+from plait.runner.device.ticket import NOISY_LINES
 from plait.runner.host.static_batch import Capacity
-from plait.runner.replay import Observe
-from plait.runner.sampler import Sampler
-from plait.runner.sampling_tables import DrawForm
+from plait.runner.sampling.sampler import Sampler
+from plait.runner.sampling.tables import DrawForm
+from plait.runner.steps.inputs import list_columns
+from plait.runner.steps.replay import Observe
 from plait.schedule.plan import SamplingBatch, SamplingRow, StepPlan
-from plait.spec.canvas import CanvasSpec
+from plait.spec.canvas import CanvasSpec, NoisyCanvasSpec
 from plait.state.store import StateStore
 
 
@@ -43,7 +47,7 @@ class CheckKey(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Checked:
     """A step that was launched. `read`: waits for ids and largest logits, [2, draws] float64, and of a model
-    that fills canvases for log-probabilities, [3, draws].
+    that fills canvases for what `DeviceTicket.reads` says.
 
     `columns`: those of each answer, in the plan's order.
     """
@@ -65,11 +69,15 @@ class CheckGraphs:
         backend: GraphBackend,
     ) -> None:
         self._decoder, self._store, self._sampler, self._backend = decoder, store, sampler, backend
-        self._batch = CheckBatch(capacity, groups, store.block_size, backend.device)
+        memory, canvas = (capacity, groups, store.block_size, backend.device), decoder.spec.canvas
+        self._batch: CheckBatch | NoiseBatch
+        if isinstance(canvas, NoisyCanvasSpec):
+            self._batch, lines = NoiseBatch(canvas, *memory), NOISY_LINES
+        else:
+            self._batch, lines = CheckBatch(*memory), 3 if canvas else 2
         self.tokens = self._batch.tokens  # of the largest step
         self._tables = sampler.tables(self._batch.tokens, backend.device)
-        self._tables.gives_scores = isinstance(decoder.spec.canvas, CanvasSpec)
-        lines = 2 + self._tables.gives_scores
+        self._tables.gives_scores = isinstance(canvas, CanvasSpec)
         self._answers = torch.zeros(lines, self._batch.tokens, dtype=torch.float64, device=backend.device)
         self._hidden = torch.zeros(0, device=backend.device)  # of the tokens of a graph, for `_observe`
         self._observe: Observe | None = None
@@ -99,7 +107,7 @@ class CheckGraphs:
             self._largest = self.graphs[key]
 
     def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Checked | None:
-        """Launch a plan that checks drafts, fills canvases, or draws one behind masks; None for others,
+        """Launch a plan that checks drafts, passes over canvases, or draws one behind masks; None for others,
         and where it cannot be captured."""
         rows = sampling.rows
         is_single = not self._tables.gives_scores and all(row.num_samples < 2 for row in rows)
@@ -131,7 +139,8 @@ class CheckGraphs:
             self.graphs[key] = self._backend.capture(lambda: self._step(key), inputs)
         except (CannotRecord, KernelFailed, RuntimeError) as error:
             self.refused[key.size] = str(error)
-            what = f"steps that check drafts, of {key.size.tokens} tokens of {key.size.seqs} sequences,"
+            kind = "steps that check drafts" if self._decoder.spec.canvas is None else "passes over canvases"
+            what = f"{kind}, of {key.size.tokens} tokens of {key.size.seqs} sequences,"
             self._backend.refusals.refuse(what, error, "check", key.size.seqs)
             return False
         return True
@@ -142,10 +151,18 @@ class CheckGraphs:
         hidden = self._decoder.hidden(batch, self._store)
         if self._observe:
             self._hidden[:tokens].copy_(take_observed(self._decoder, hidden))
-        logits: Tensor = self._decoder.logits(hidden, batch)
+        logits: Tensor = self._decoder.answer(hidden, batch, self._store)
+        answers = self._answers[:, :tokens]
+        if batch.canvas:
+            heat = batch.canvas.list_temperatures()
+            for line, found in zip(
+                answers, self._sampler.draw_places(logits, self._tables, heat), strict=True
+            ):
+                line.copy_(found)
+            return answers
         ids, values = self._sampler.draw(logits, self._tables)
-        self._answers[0, :tokens].copy_(ids)
-        self._answers[1, :tokens].copy_(values)
+        answers[0].copy_(ids)
+        answers[1].copy_(values)
         if self._tables.gives_scores:
-            self._answers[2, :tokens].copy_(self._sampler.score(logits, ids))
-        return self._answers[:, :tokens]
+            answers[2].copy_(self._sampler.score(logits, ids))
+        return answers

@@ -120,7 +120,7 @@ def _find_canvases(chunks: Sequence[Chunk], positions: Tensor, lens: Tensor) -> 
         is_place=positions >= start.repeat_interleave(counts, output_size=len(positions)),
         is_fresh=torch.tensor(firsts, device=lens.device),
         sizes=tuple(size for size, _ in passes),
-        temperatures=tuple(one.temperature for _, one in passes),
+        temperatures=torch.tensor([one.temperature for _, one in passes], device=lens.device),
     )
 
 

@@ -16,7 +16,7 @@ from plait.errors import CannotRecord, ConfigError, KernelFailed, RankLost, clip
 from plait.kernels.load import load_for_gpu
 from plait.ops.chip import Chip
 from plait.ops.launch import capture_launches, watch_launches
-from plait.runner.capture import StepCapture
+from plait.runner.device.capture import StepCapture
 
 Step = Callable[[], Tensor]
 OUT_OF_MEMORY = "out of memory"  # of the driver's errors, which have no class of their own

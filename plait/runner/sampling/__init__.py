@@ -1,0 +1,1 @@
+"""From logits to tokens: settings on the device, draws, log-probabilities."""
