@@ -117,13 +117,12 @@ class DeviceReplay:
 
     def describe(self) -> str:
         """What is captured, in a line."""
-        if self._has_canvases:
-            return (
-                "passes over canvases are graphs, captured when they are first needed; prompts run op by op"
-            )
-        sizes = ", ".join(map(str, sorted({key.bucket for key in self._graphs})))
-        shown = f"those of {sizes} are captured" if sizes else "each is captured when it is first needed"
-        return f"decodes of up to {self.batch.rows} sequences are graphs, {shown}; prompts run op by op"
+        sizes, what = {key.bucket for key in self._graphs}, f"decodes of up to {self.batch.rows} sequences"
+        if self.checks and self._has_canvases:
+            sizes, what = {key.size.seqs for key in self.checks.graphs}, "passes over canvases"
+        those = ", ".join(map(str, sorted(sizes)))
+        shown = f"those of {those} are captured" if those else "each is captured when it is first needed"
+        return f"{what} are graphs, {shown}; prompts run op by op"
 
     def count_graphs(self) -> Mapping[tuple[str, str], int]:
         """Captured steps by kind and number of sequences; safe from any thread."""
