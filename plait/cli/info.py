@@ -185,7 +185,7 @@ def chip_of(config: EngineConfig) -> Chip | None:
 
 
 def example_facts(model: str, config: EngineConfig) -> Facts:
-    """The bindings and the launches of a decode step on a GPU that is made up."""
+    """The bindings and the launches of a step on a GPU that is made up."""
     from plait.loading.example_gpu import try_example
 
     chip = find_example(config)
@@ -194,6 +194,7 @@ def example_facts(model: str, config: EngineConfig) -> Facts:
         found = try_example(model, config, chip, loading.update)
     step = {
         "chip": chip.name,
+        "kind": found.kind,
         "sequences": found.num_seqs,
         "launches": sum(found.launches.values()),
         "kernels": dict(sorted(found.launches.items(), key=lambda item: (-item[1], item[0]))),
@@ -206,7 +207,7 @@ def example_facts(model: str, config: EngineConfig) -> Facts:
 
 
 def step_lines(step: Facts) -> list[str]:
-    """The launches of a decode step by kernel, and what prevents its capture as one graph."""
+    """The launches of a step by kernel, and what prevents its capture as one graph."""
     if step["no_step"]:
         return [f"  none: {step['no_step']}"]
     rows = [(name, f"× {count}") for name, count in step["kernels"].items()]
@@ -263,7 +264,7 @@ def text_lines(facts: Facts) -> list[str]:
     if "draft_ops" in facts:
         lines += variant_lines(facts["draft_ops"])
     if step := facts.get("step"):
-        what = f"a decode step of {step['sequences']} sequences on {step['chip']}"
+        what = f"a {step['kind']} of {step['sequences']} sequences on {step['chip']}"
         lines += ["", make_heading(what), *step_lines(step)]
     return lines
 

@@ -215,6 +215,8 @@ def decode_batch(groups: Sequence[BlockGroup], seqs: int, blocks: int, store: St
 def batch_tensors(batch: Batch) -> list[Tensor]:
     """Every tensor of a batch: the static buffers of a captured step."""
     fields = [getattr(batch, name) for name in batch.__slots__]
+    canvas = batch.canvas
+    fields += [canvas.start, canvas.is_place, canvas.is_fresh, canvas.temperatures] if canvas else []
     paged = [t for index in batch.paged.values() for t in (index.block_table, index.slot_mapping)]
     slots = [batch.adapters.slots] if batch.adapters else []
     return [*(t for t in fields if isinstance(t, Tensor)), *paged, *slots]
