@@ -32,7 +32,7 @@ from plait.loading.open_model import load_decoder, open_model
 from plait.loading.target import make_target
 from plait.memory import block_groups
 from plait.model.eagle import ObservedDecoder, check_model
-from plait.runner.batches.inputs import build_batch
+from plait.runner.steps.inputs import build_batch
 from plait.schedule.plan import Chunk, StepPlan
 from plait.spec.draft_heads import EagleSpec
 from plait.spec.model import ModelSpec

@@ -26,7 +26,7 @@ from plait import LLM, SamplingParams
 from plait.config import EngineConfig
 from plait.loading.build import load
 from plait.memory import block_groups
-from plait.runner.batches.inputs import build_batch
+from plait.runner.steps.inputs import build_batch
 from plait.schedule.plan import Chunk, StepPlan
 from plait.state.store import StateStore
 
