@@ -12,6 +12,18 @@ from typing import Literal
 
 from msgspec import Struct
 
+from plait.checkpoint.choose_weights import (
+    INDEX,
+    PARAMS,
+    PICKLE_ADVICE,
+    PICKLE_STARTS,
+    PICKLES,
+    SHARD,
+    choose_weights,
+    is_mistral_own,
+    list_indexes,
+    only_one,
+)
 from plait.checkpoint.hub.client import (
     HubName,
     Listing,
@@ -38,36 +50,26 @@ from plait.errors import (
     list_some,
 )
 
-__all__ = ["Fetch", "ModelFiles", "choose_weights", "fetch_model", "find_model", "plan_fetch", "read_json"]
+__all__ = ["Fetch", "ModelFiles", "fetch_model", "find_model", "plan_fetch", "read_json"]
 
 log = logging.getLogger("plait")
 
 _SIDE_NAMES = frozenset({"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json"}) | {
     *("tokenizer.jsonl", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
-    *("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json", "params.json"),
+    *("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"),
     *("generation_config.json", "chat_template.jinja", "chat_template.json", "rwkv_vocab_v20230424.txt"),
-    *("quantize_config.json", "quant_config.json", "hf_quant_config.json"),
+    *("quantize_config.json", "quant_config.json", "hf_quant_config.json", PARAMS),
 }
-_INDEX = ".safetensors.index.json"
-_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 MODULE_FOLDER = re.compile(r"\d_(Pooling|Dense|Normalize|LogitScore)")  # of sentence-transformers
 MODULE_FILES = ("config.json", "model.safetensors")  # in such a folder
-MTP_FILE = "mtp.safetensors"  # a head for drafts that was trained later, next to its model
-_STEP = re.compile(r"(?P<prefix>.*)_step_(?P<step>\d{1,18})\.safetensors")
-_PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-_PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
-_PICKLE_ADVICE = (
-    "Plait does not read pickle files, because loading one runs whatever code is in it. Convert it once, "
-    "where you trust it: "
-    "safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')"
-)
 
 
 class ModelFiles(Struct, frozen=True):
     """The files of one model.
 
-    `weights`: one file, or all shards or parts in order. `config`: the config.json of a safetensors model; a
-    GGUF file has its config in its metadata. `index`: tensor name -> file name, if the shards have an index.
+    `weights`: one file, or all shards or parts in order. `config`: the config.json of a safetensors model, or
+    the params.json of Mistral's own; a GGUF file has its config in its metadata. `index`: tensor name -> file
+    name, if the shards have an index.
     `side_files`: tokenizer and template files beside the weights, by name. `name`: what to call the model.
     """
 
@@ -146,9 +148,9 @@ def plan_fetch(name: HubName, listing: Listing) -> Fetch:
         weights = name_files(name, names)
     else:
         root = [n for n in names if "/" not in n]
-        indexes = [n for n in root if n.endswith(_INDEX)]
+        indexes = list_indexes(root)
         if indexes and "model.safetensors" not in root:
-            index = _only(indexes, indexes, where)[0]
+            index = only_one(indexes, indexes, where)[0]
             weights = sorted({*_index_map(fetch(name, listing, [index], []) / index).values()})
         else:
             weights = list(_choose_on_hub(root, names, where))
@@ -223,49 +225,16 @@ def _is_side(name: str) -> bool:
     folder, _, last = name.partition("/")
     if MODULE_FOLDER.fullmatch(folder):
         return last in MODULE_FILES
-    beside = name in _SIDE_NAMES or name == "config.json" or name.endswith((".tiktoken", _INDEX))
+    beside = name in _SIDE_NAMES or name == "config.json" or name.endswith((".tiktoken", INDEX))
     return beside and "/" not in name
-
-
-def choose_weights(names: Sequence[str], where: str) -> tuple[str, ...]:
-    """Which of a directory's files are the weights: one file, all shards, or all parts.
-
-    In this order: model.safetensors, with mtp.safetensors where there is one; shards; *_final; the last
-    *_step_N; consolidated or the only safetensors file; the only GGUF model. Raises ConfigError when there
-    are several to choose from, or none.
-    """
-    tensors = sorted(n for n in names if n.endswith(".safetensors") and not n.startswith("adapter_"))
-    for single in ("model.safetensors", "pytorch_model.safetensors"):
-        if single in tensors:
-            return (single, *(n for n in tensors if n == MTP_FILE))
-    shards = [n for n in tensors if _SHARD.fullmatch(n)]
-    if shards:
-        stems = {_SHARD.sub(r"\g<stem>-of-\g<count>", n) for n in shards}
-        return tuple(_only(sorted(stems), shards, where))
-    if found := [n for n in tensors if n.endswith("_final.safetensors")]:
-        return tuple(_only(found, found, where))
-    if steps := [n for n in tensors if _STEP.fullmatch(n)]:
-        last = max(_step(n) for n in steps)
-        newest = [n for n in steps if _step(n) == last]
-        return tuple(_only(newest, newest, where))
-    if "consolidated.safetensors" in tensors:
-        return ("consolidated.safetensors",)
-    if tensors:
-        return tuple(_only(tensors, tensors, where))
-    ggufs = sorted(n for n in names if n.endswith(".gguf") and not n.startswith("mmproj"))
-    if ggufs:
-        models = sorted({part_paths(Path(n))[0].name for n in ggufs})
-        _only(models, models, where)
-        return tuple(part.name for part in part_paths(Path(models[0])))
-    raise _nothing(names, where)
 
 
 def _in_directory(directory: Path, name: str | None = None) -> ModelFiles:
     names = sorted(entry.name for entry in directory.iterdir())
-    indexes = [n for n in names if n.endswith(_INDEX)]
+    indexes = list_indexes(names)
     display = name or directory.resolve().name
     if indexes and "model.safetensors" not in names:
-        return _find_shards(directory / _only(indexes, indexes, str(directory))[0], display)
+        return _find_shards(directory / only_one(indexes, indexes, str(directory))[0], display)
     chosen = choose_weights(names, str(directory))
     kind: Literal["safetensors", "gguf"] = "gguf" if chosen[0].endswith(".gguf") else "safetensors"
     return _make_files(kind, [directory / n for n in chosen], display)
@@ -278,13 +247,13 @@ def _of_file(path: Path, name: str | None = None) -> ModelFiles:
         match = re.fullmatch(r"(.+?)(-\d{5}-of-\d{5})?\.gguf", path.name)
         return _make_files("gguf", part_paths(path), name or (match[1] if match else path.name), alone=True)
     if _is_safetensors(start, path):
-        index = path.with_name(f"{match['stem']}{_INDEX}") if (match := _SHARD.fullmatch(path.name)) else None
+        index = path.with_name(f"{match['stem']}{INDEX}") if (match := SHARD.fullmatch(path.name)) else None
         display = name or (path.resolve().parent.name if path.stem == "model" or match else path.stem)
         if index is not None and index.is_file():
             return _find_shards(index, display)
         return _make_files("safetensors", [path] if match is None else _shards(path), display)
-    if start.startswith(_PICKLE_STARTS) or path.suffix in _PICKLES:
-        raise UnsupportedFormat(f"{path}: {_PICKLE_ADVICE}")
+    if start.startswith(PICKLE_STARTS) or path.suffix in PICKLES:
+        raise UnsupportedFormat(f"{path}: {PICKLE_ADVICE}")
     if start.startswith(b"version https://"):
         raise BadFile(
             f"{path}: is a Git LFS pointer, not the file itself; run `git lfs pull` in its directory"
@@ -299,7 +268,7 @@ def _of_file(path: Path, name: str | None = None) -> ModelFiles:
 
 def _is_safetensors(start: bytes, path: Path) -> bool:
     """A length, then a JSON object; a damaged file with the right suffix is for the reader to refuse."""
-    if path.suffix == ".safetensors" and not start.startswith((b"version https://", *_PICKLE_STARTS)):
+    if path.suffix == ".safetensors" and not start.startswith((b"version https://", *PICKLE_STARTS)):
         return True
     return start[8:9] == b"{" and 0 < int.from_bytes(start[:8], "little") <= path.stat().st_size
 
@@ -328,7 +297,7 @@ def _index_map(index: Path) -> dict[str, str]:
 
 def _shards(path: Path) -> list[Path]:
     """All shards of the set that one belongs to, by their names alone."""
-    match = _SHARD.fullmatch(path.name)
+    match = SHARD.fullmatch(path.name)
     if match is None:
         return [path]
     stem, count = match["stem"], int(match["count"])
@@ -355,6 +324,8 @@ def _make_files(
     beside = [] if alone else sorted(directory.iterdir())
     side_files = {p.name: p for p in beside if p.name in _SIDE_NAMES or p.suffix == ".tiktoken"}
     config = directory / "config.json"
+    if kind == "safetensors" and is_mistral_own(weights[0].name, side_files):
+        config = side_files[PARAMS]
     return ModelFiles(
         kind,
         tuple(weights),
@@ -364,27 +335,6 @@ def _make_files(
         name,
         MappingProxyType(dict(index)) if index is not None else None,
     )
-
-
-def _step(name: str) -> int:
-    match = _STEP.fullmatch(name)
-    return int(match["step"]) if match else -1
-
-
-def _only(choices: Sequence[str], result: Sequence[str], where: str) -> Sequence[str]:
-    """`result` if there is one choice. Raises ConfigError listing them otherwise."""
-    if len(choices) == 1:
-        return result
-    raise ConfigError(f"{where} holds several models; name one: {list_some(choices, 12)}")
-
-
-def _nothing(names: Sequence[str], where: str) -> ConfigError | UnsupportedFormat:
-    if pickles := [n for n in names if n.endswith(_PICKLES)]:
-        return UnsupportedFormat(f"{where} has only {', '.join(sorted(pickles)[:4])}. {_PICKLE_ADVICE}")
-    if any(n.startswith("adapter_") for n in names):
-        return UnsupportedFormat(f"{where} is an adapter, not a model; merge it into its base model first")
-    shown = ", ".join(sorted(names)[:8]) or "nothing"
-    return ConfigError(f"{where} has no *.safetensors and no *.gguf file; it holds {shown}")
 
 
 def _missing(path: Path) -> str:

@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from plait.checkpoint.find_files import read_json
 from plait.checkpoint.list_texts import list_texts
+from plait.checkpoint.mistral_files import open_tensors
 from plait.checkpoint.quantized.packed import QuantizedCheckpoint
 from plait.checkpoint.quantized.scheme import BESIDE, find_scheme
 from plait.checkpoint.readers.gguf import GgufFile
@@ -60,7 +60,7 @@ from plait.convert.plan.tensor_plan import Made
 from plait.errors import CheckpointError, ConfigError, UnsupportedModel
 from plait.families.common.inside import note_unread
 from plait.families.resolve import UNEQUAL, parse_override, resolve
-from plait.loading.adapters.merge import MergedGguf, MergedSafetensors
+from plait.loading.adapters.merge import MergedGguf, MergedTensors
 from plait.loading.adapters.place import open_adapter
 from plait.loading.open_model import Opened, open_model, read_config
 from plait.quant.weight import as_tensor
@@ -177,10 +177,9 @@ def merge_adapter(opened: Opened, path: Path) -> Opened:
     adapter, files = open_adapter(path, MOST_RANK), opened.files
     if isinstance(opened.checkpoint, GgufFile):
         return replace(opened, checkpoint=MergedGguf(files.weights[0], adapter))
-    merged = MergedSafetensors(*files.weights, index=files.index, adapter=adapter)
-    raw = read_json(files.config, "config.json") if files.config else None
-    scheme = find_scheme(raw, files.side_files)
-    return replace(opened, checkpoint=QuantizedCheckpoint(merged, scheme))
+    raw = read_config(files.config)
+    merged = MergedTensors(open_tensors(files, raw), adapter)
+    return replace(opened, checkpoint=QuantizedCheckpoint(merged, find_scheme(raw, files.side_files)))
 
 
 def choose_form(order: Order) -> Form:

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.checkpoint.choose_weights import PARAMS
 from plait.checkpoint.device_feed import CopyDevice, CudaCopies, DeviceFeed
 from plait.checkpoint.find_files import ModelFiles, find_model, read_json
+from plait.checkpoint.mistral_files import open_tensors
 from plait.checkpoint.quantized.packed import QuantizedCheckpoint
 from plait.checkpoint.quantized.scheme import find_scheme
 from plait.checkpoint.readers.gguf import GgufFile
 from plait.checkpoint.readers.gguf_metadata import CONFIG, is_own, own_config
-from plait.checkpoint.readers.safetensors import SafetensorsFiles
 from plait.checkpoint.weights import Target, Weights
 from plait.config import EngineConfig
 from plait.engine.memory_plan import fit_canvas
@@ -27,6 +28,8 @@ from plait.errors import BadFile, ConfigError, PlaitError, UnsupportedModel
 from plait.families.common.inside import leave_out_beside
 from plait.families.common.refused import DRAFTER
 from plait.families.common.resolved import Resolved
+from plait.families.config.checks import blame_config
+from plait.families.config.mistral_params import read_params
 from plait.families.config.normalize import IncompleteConfig
 from plait.families.dflash import is_dflash_gguf, resolve_dflash, resolve_dflash_gguf
 from plait.families.dflash_names import find_prefix
@@ -44,7 +47,7 @@ from plait.families.gemma4_assistant import (
     resolve_assistant,
     resolve_assistant_gguf,
 )
-from plait.families.resolve import SET, resolve
+from plait.families.resolve import FILE, SET, resolve
 from plait.frontend.frontend import Language
 from plait.loading.heads.read_head import HeadSource, head_names, read_head
 from plait.loading.meta.meta_model import read_order
@@ -70,8 +73,6 @@ from plait.text.tokenizers.tokenizer import Tokenizer
 log = logging.getLogger("plait")
 HELD_NBYTES = 64 << 20  # of a file's pages, while its weights are packed one after the other
 Progress = Callable[[str, int, int], None]  # what is being done, how much of it, of how much
-
-
 # How a noisy canvas' schedule draws, unless a request or generation_config.json says otherwise.
 UNCHANGED = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 
@@ -166,16 +167,9 @@ def open_model(model: str, config: EngineConfig, *, probed: bool = True, drafts:
         opened = Opened(files, gguf, gguf.metadata, resolved, config, plugins)
     else:
         scheme = find_scheme(raw, files.side_files)
-        tensors = QuantizedCheckpoint(SafetensorsFiles(*files.weights, index=files.index), scheme)
+        tensors = QuantizedCheckpoint(open_tensors(files, raw), scheme)
         resolved = _resolve(tensors, raw, None, config, files)
-        if files.config and isinstance(resolved.spec, ModelSpec) and resolved.spec.canvas_mlp:
-            theirs = _read_schedule(files.config).keys() - read_json(files.config, "config.json").keys()
-            why = {
-                key: "generation_config.json"
-                for key in theirs
-                if resolved.provenance.get(key) == "config.json"
-            }
-            resolved = replace(resolved, provenance={**resolved.provenance, **why})
+        resolved = _name_files(files.config, resolved)
         opened = Opened(files, tensors, None, resolved, config, plugins)
     if isinstance(spec := opened.resolved.spec, DraftHeadSpec) and not drafts:
         raise UnsupportedModel(
@@ -192,12 +186,24 @@ def open_model(model: str, config: EngineConfig, *, probed: bool = True, drafts:
 
 
 def read_config(path: Path | None) -> dict[str, Any] | None:
-    """A model's config.json, if it has one; of a model with noisy canvases with what its
-    generation_config.json says of them. Raises BadFile."""
-    raw = read_json(path, "config.json") if path else None
-    if path is None or raw is None or raw.get("canvas_length") is None:
-        return raw
-    return _read_schedule(path) | raw
+    """A model's config.json, if it has one, or what its params.json would be as one; of a model with noisy
+    canvases with what its generation_config.json says of them. Raises BadFile or UnsupportedModel."""
+    raw = read_json(path, path.name) if path else None
+    if path and raw and path.name == PARAMS:
+        with blame_config(PARAMS):
+            return read_params(raw)
+    return raw if not (path and raw and raw.get("canvas_length")) else _read_schedule(path) | raw
+
+
+def _name_files(path: Path | None, found: Resolved) -> Resolved:
+    """The same with the file that a value is from, where that is no config.json."""
+    keys, name, why = set(found.provenance), PARAMS, dict(found.provenance)
+    if path is None or path.name != PARAMS:
+        if path is None or not isinstance(found.spec, ModelSpec) or not found.spec.canvas_mlp:
+            return found
+        keys, name = _read_schedule(path).keys() - read_json(path, FILE).keys(), "generation_config.json"
+    why |= {key: why[key].replace(FILE, name, 1) for key in keys & why.keys()}
+    return replace(found, provenance=why)
 
 
 def _read_schedule(path: Path) -> dict[str, Any]:

@@ -120,8 +120,8 @@ def test_keys_that_are_not_done_are_refused_by_the_name_of_their_model(tmp_path:
             build_spec({**named, "scoring_func": "softmax", **keys})
 
 
-def test_a_scaling_of_queries_of_large_3_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match="queries grow by llama_4_scaling"):
+def test_a_config_of_large_3_that_says_too_little_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="says less than its params"):
         find({"architectures": ["MistralLarge3ForCausalLM"], "model_type": "deepseek_v3"})
     config = _write_config("deepseek_v3", tmp_path)
     growth = {"beta": 0.1, "original_max_position_embeddings": 8192}

@@ -40,7 +40,7 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
     ),
     "tokens that it writes see all of a prompt but few of one another, so that logits depend on where a "
     "prompt ends": ("unlimited_ocr", "unlimited_ocr_text", "unlimited-ocr", "UnlimitedOCRForCausalLM"),
-    "its queries grow by llama_4_scaling and its files have names of their own, which is not implemented": (
+    "its config.json says less than its params.json, which is read next to consolidated*.safetensors": (
         "MistralLarge3ForCausalLM",
     ),
     "it writes images, and Plait writes text": ("glm_image", "glm_image_text"),

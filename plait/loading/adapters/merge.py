@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,25 +10,32 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.adapters.adapter_file import AdapterFile
+from plait.checkpoint.quantized.parts import Files
 from plait.checkpoint.readers.gguf import GgufFile
-from plait.checkpoint.readers.safetensors import SafetensorsFiles
 from plait.errors import BadFile, ShapeMismatch, UnsupportedFormat, UnusedTensor, list_some
 from plait.families.common.inside import find_in_files
 from plait.quant.fp4 import Fp4
 from plait.quant.gguf import Gguf
 
 
-class MergedSafetensors(SafetensorsFiles):
-    """Files of safetensors as an adapter changes them. Raises CheckpointError for one of another model."""
+class MergedTensors:
+    """Tensors of a checkpoint as an adapter changes them (`parts.Files`).
 
-    def __init__(self, *paths: Path, index: Mapping[str, str] | None, adapter: AdapterFile) -> None:
-        super().__init__(*paths, index=index)
-        self._adapter = follow_names(self, adapter)
-        check_adapter(self, self._adapter, "hf")
+    Raises CheckpointError for an adapter of another model.
+    """
+
+    def __init__(self, files: Files, adapter: AdapterFile) -> None:
+        self._files, self._adapter = files, follow_names(files, adapter)
+        check_adapter(files, self._adapter, "hf")
+        self.names, self.shape, self.format_of = files.names, files.shape, files.format_of
+        self.nbytes, self.release, self.close = files.nbytes, files.release, files.close
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._files
 
     def read(self, name: str) -> Tensor:
         """The sum, rounded to the dtype of the file."""
-        return add_change(super().read(name), name, self._adapter)
+        return add_change(self._files.read(name), name, self._adapter)
 
 
 class MergedGguf(GgufFile):
@@ -46,7 +52,7 @@ class MergedGguf(GgufFile):
         return add_change(value, name, self._adapter) if isinstance(value, Tensor) else value
 
 
-def follow_names(files: SafetensorsFiles, adapter: AdapterFile) -> AdapterFile:
+def follow_names(files: Files, adapter: AdapterFile) -> AdapterFile:
     """The adapter with the names of the files. Raises BadFile where it has one tensor under two names."""
     names = find_in_files(adapter.pairs, frozenset(files.names()))
     counts = Counter(names.values())
@@ -55,7 +61,7 @@ def follow_names(files: SafetensorsFiles, adapter: AdapterFile) -> AdapterFile:
     return replace(adapter, pairs={names[name]: pair for name, pair in adapter.pairs.items()})
 
 
-def check_adapter(files: SafetensorsFiles | GgufFile, adapter: AdapterFile, naming: str) -> None:
+def check_adapter(files: Files | GgufFile, adapter: AdapterFile, naming: str) -> None:
     """Whether every factor has a plain weight of its shape in the files. Raises CheckpointError."""
     if adapter.naming != naming:
         theirs = "GGUF" if naming == "gguf" else "safetensors"

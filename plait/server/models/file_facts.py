@@ -10,10 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from plait.checkpoint.choose_weights import PARAMS
 from plait.checkpoint.find_files import ModelFiles, find_model, read_json
 from plait.checkpoint.readers.gguf_metadata import is_own, own_config, read_metadata
 from plait.config import EngineConfig
 from plait.errors import PlaitError
+from plait.families.config.mistral_params import read_params
 from plait.text.load import template_sources
 from plait.text.output.formats import tool_format
 from plait.text.output.reasoning import reasoning_format
@@ -69,7 +71,8 @@ def read_file_facts(
 def _config(files: ModelFiles) -> tuple[Mapping[str, object], Mapping[str, object] | None]:
     """The config, and the metadata of a GGUF file."""
     if files.kind != "gguf":
-        return (read_json(files.config, "config.json") if files.config else {}), None
+        raw = read_json(files.config, files.config.name) if files.config else {}
+        return (read_params(raw) if files.config and files.config.name == PARAMS else raw), None
     metadata = read_metadata(files.weights[0])
     if is_own(metadata):
         return own_config(metadata) or {}, metadata

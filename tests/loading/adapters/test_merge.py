@@ -11,10 +11,11 @@ from safetensors.torch import load_file, save_file
 from plait.checkpoint.adapters.adapter_file import FactorPair
 from plait.checkpoint.adapters.gguf_adapter import open_gguf
 from plait.checkpoint.adapters.peft import open_peft
+from plait.checkpoint.readers.safetensors import SafetensorsFiles
 from plait.convert.convert import Order, convert_model
 from plait.errors import BadFile, ShapeMismatch, UnsupportedFormat, UnusedTensor
 from plait.llm.llm import LLM
-from plait.loading.adapters.merge import MergedSafetensors
+from plait.loading.adapters.merge import MergedTensors
 from tests.families.as_gguf import permuted
 from tests.loading.adapters.made import linear_modules, write_llama, write_peft
 from tests.loading.adapters.test_place import OPTIONS, scores
@@ -136,8 +137,8 @@ def test_an_adapter_is_merged_under_older_and_newer_names_of_a_text_model_inside
             renamed = {name.replace("model.", other, 1): pair for name, pair in adapter.pairs.items()}
             down, up = torch.ones(1, 32), torch.ones(8, 1)
             renamed["model.visual.proj.weight"] = FactorPair(down, up, 1.0)
-            merged = MergedSafetensors(
-                tmp_path / f"{form}.safetensors", index=None, adapter=replace(adapter, pairs=renamed)
+            merged = MergedTensors(
+                SafetensorsFiles(tmp_path / f"{form}.safetensors"), replace(adapter, pairs=renamed)
             )
             changed = [name for name, value in files.items() if not torch.equal(merged.read(name), value)]
             assert len(changed) == 3
@@ -152,4 +153,4 @@ def test_an_adapter_with_one_tensor_under_two_names_is_refused(tmp_path: Path) -
     (pair,) = adapter.pairs.values()
     twice = replace(adapter, pairs={"lm_head.weight": pair, "language_model.lm_head.weight": pair})
     with pytest.raises(BadFile, match=r"one tensor of the model: .*language_model.lm_head"):
-        MergedSafetensors(tmp_path / "base/model.safetensors", index=None, adapter=twice)
+        MergedTensors(SafetensorsFiles(tmp_path / "base/model.safetensors"), twice)
