@@ -54,7 +54,9 @@ class Derived:
 
 
 Source = str | Derived
-Rules = Mapping[str, Source | tuple[Source, ...]]
+Targets = tuple[Source, ...]
+Rules = Mapping[str, Source | Targets]
+_ENDS = (".weight", ".bias")
 
 
 def sources_of(source: Source) -> tuple[str, ...]:
@@ -88,11 +90,15 @@ class NameMap:
     """
 
     def __init__(self, *rules: Rules, ignored: tuple[str, ...] = (), beside: tuple[str, ...] = ()) -> None:
-        self._rules = [
-            (_compile(pattern), target if isinstance(target, tuple) else (target,))
-            for table in rules
-            for pattern, target in table.items()
-        ]
+        # Names without fields are looked up: there may be one for each of thousands of layers or experts.
+        self._whole: dict[str, tuple[int, Targets]] = {}
+        self._patterns: list[tuple[int, re.Pattern[str], Targets]] = []
+        for n, (ours, target) in enumerate(item for table in rules for item in table.items()):
+            targets = target if isinstance(target, tuple) else (target,)
+            if "{" in ours:
+                self._patterns.append((n, _compile(ours), targets))
+            else:
+                self._whole.setdefault(ours, (n, targets))
         self.ignored, self.beside = _join((*ignored, *beside)), _join(beside)
 
     def is_beside(self, name: str) -> bool:
@@ -105,15 +111,26 @@ class NameMap:
         `present`: their names; decides between alternatives. When it has none of them, the first is named.
         Models that were saved without a head (transformers' AutoModel) have names without `model.` before.
         """
-        for pattern, targets in self._rules:
+        targets, found, rest = self._find(name)
+        sources = [_fill(target, found, rest) for target in targets]
+        ways = [*sources, *map(_strip_model, sources)]
+        there = (s for s in ways if present is not None and _is_there(s, present))
+        return next(there, sources[0]), found
+
+    def _find(self, name: str) -> tuple[Targets, dict[str, str], str]:
+        """(targets, fields, what is carried over) of the first rule that matches. Raises UnknownName."""
+        ends = [(name, ""), *((name.removesuffix(end), end) for end in _ENDS if name.endswith(end))]
+        whole = [(*self._whole[start], end) for start, end in ends if start in self._whole]
+        n, targets, rest = min(whole, key=lambda rule: rule[0], default=(None, (), ""))
+        for order, pattern, others in self._patterns:
+            if n is not None and order > n:
+                break
             if match := pattern.fullmatch(name):
                 found = match.groupdict()
-                rest = found.pop("_rest")
-                sources = [_fill(target, found, rest) for target in targets]
-                ways = [*sources, *map(_strip_model, sources)]
-                there = (s for s in ways if present is not None and _is_there(s, present))
-                return next(there, sources[0]), found
-        raise UnknownName(name)
+                return others, found, found.pop("_rest")
+        if n is None:
+            raise UnknownName(name)
+        return targets, {}, rest
 
 
 def _join(patterns: tuple[str, ...]) -> re.Pattern[str] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from plait.checkpoint.names import Derived, NameMap, Rules, Source
+from plait.checkpoint.names import Derived, NameMap, Rules
 from plait.errors import UnsupportedModel
 from plait.families.common.detection import Detection, Marker
 from plait.families.common.recipes import ends, expert, expert_half, part, unused_patterns
@@ -68,15 +68,12 @@ def _names(c: Config) -> Rules:
         f"{FFN}.experts.{{e}}.gate.weight": expert_half(0, count, f"{moe}.input_linear.weight"),
         f"{FFN}.experts.{{e}}.up.weight": expert_half(1, count, f"{moe}.input_linear.weight"),
         f"{FFN}.experts.{{e}}.down.weight": expert(count, f"{moe}.output_linear.weight"),
-        **_same_for_all(f"{ATTN}.experts.{{e}}.o.bias", f"{attn}.experts.bias", count),
-        **_same_for_all(f"{FFN}.experts.{{e}}.down.bias", f"{moe}.bias", count),
+        **_same_for_all(f"{ATTN}.experts.{{e}}.o.bias", f"{attn}.experts.bias"),
+        **_same_for_all(f"{FFN}.experts.{{e}}.down.bias", f"{moe}.bias"),
     }
 
 
-def _same_for_all(ours: str, theirs: str, count: int) -> Rules:
+def _same_for_all(ours: str, theirs: str) -> Rules:
     """What is added to a token's result, whichever experts it has: their weights sum to one."""
-    found: dict[str, Source] = {}
-    for e in range(count):
-        again = Derived(lambda b, **_: as_tensor(b), (theirs,), (None,))
-        found[ours.replace("{e}", str(e))] = again if e else theirs
-    return found
+    again = Derived(lambda b, **_: as_tensor(b), (theirs,), (None,))
+    return {ours.replace("{e}", "0"): theirs, ours: again}
