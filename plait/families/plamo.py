@@ -46,12 +46,10 @@ def plamo(c: Config) -> tuple[ModelSpec, NameMap]:
 
 
 def _reorder_columns(order: torch.Tensor, source: str) -> Derived:
-    inverse = order.argsort()
-
     def pick(w: Stored, **_: str) -> torch.Tensor:
         return as_tensor(w)[:, order].contiguous()
 
-    return Derived(pick, (source,), (Back(lambda w: w[:, inverse]),))
+    return Derived(pick, (source,), (Back(lambda w: w[:, order.argsort()]),))
 
 
 plain_arch("plamo", "PlamoForCausalLM")

@@ -117,8 +117,7 @@ def skip_rows(count: int, source: str) -> Derived:
 
 def reorder_rows(order: Tensor, source: str) -> Derived:
     """All rows in another order: ours is row `order[i]` of theirs at place i, in its own storage."""
-    inverse = order.argsort()
-    return Derived(lambda w, **_: pick_rows(w, order), (source,), (Back(lambda w: w[inverse]),))
+    return Derived(lambda w, **_: pick_rows(w, order), (source,), (Back(lambda w: w[order.argsort()]),))
 
 
 def part(index: int, sizes: Sequence[int], source: str) -> Derived:
@@ -237,14 +236,14 @@ def split_rows(ours: str, theirs: str, rows: Mapping[str, Tensor]) -> dict[str, 
 
     Together they are all of its rows: of another number a config is wrong, and its recipe raises ValueError.
     """
-    back = torch.cat(list(rows.values())).argsort()
+    total = sum(map(len, rows.values()))
 
     def join(*parts: Tensor) -> Tensor:
-        return torch.cat(parts)[back]
+        return torch.cat(parts)[torch.cat(list(rows.values())).argsort()]
 
     def pick(index: Tensor) -> Callable[..., Stored]:
         def picked(w: Stored, **_: str) -> Stored:
-            check_rows(w, len(back))
+            check_rows(w, total)
             return pick_rows(w, index)
 
         return picked
