@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from itertools import accumulate, count, islice
 
@@ -34,7 +33,8 @@ from plait.spec.recurrent import NgramSpec
 from plait.spec.sparse import CompressorSpec, MeanIndexSpec, MeanSparseSpec
 
 MOST_HASHES = 4096  # of all layers: a prime for each
-MOST, MOST_ROWS, MOST_PARTS = 64, 1 << 31, 65_536  # heads, and tokens, of an n-gram; of a table
+MOST, MOST_ROWS, MOST_PARTS = 64, 1 << 31, 4096  # heads, and tokens, of an n-gram; of a table
+BASES = (2, 3, 5, 7)
 MASK, GAMMA = (1 << 64) - 1, 0x9E3779B97F4A7C15
 PLE, BRANCHES = "layers.{i}.ngrams", ("delta", "attn", "ffn")
 BUFFERS = r"\.ple_embedding\.(layer_multipliers|ngram_heads_(vocab_sizes|offsets))$"  # computed here, too
@@ -168,10 +168,20 @@ def _ngrams(c: Config) -> dict[int, tuple[BranchSpec]]:
 
 
 def primes_from(start: int) -> Iterator[int]:
-    """Primes, the first one at least `start`."""
-    for n in count(max(start, 2)):
-        if n == 2 or (n % 2 and all(n % d for d in range(3, math.isqrt(n) + 1, 2))):
-            yield n
+    """Primes below 3.2e9, the first one at least `start`."""
+    return filter(_is_prime, count(max(start, 2)))
+
+
+def _is_prime(n: int) -> bool:
+    """By the test of Miller and Rabin, of which these bases leave no doubt below 3.2e9 (Jaeschke 1993)."""
+    if n in BASES or not all(n % base for base in BASES):
+        return n in BASES
+    twos = (n - 1 & 1 - n).bit_length() - 1
+    for base in BASES:
+        x = pow(base, n - 1 >> twos, n)
+        if x != 1 and not any(pow(x, 1 << i, n) == n - 1 for i in range(twos)):
+            return False
+    return True
 
 
 def draw_factors(tokens: int, longest: int, seed: int) -> tuple[int, ...]:
