@@ -18,7 +18,7 @@ _EACH = frozenset(
     {
         *("add", "sub", "mul", "div", "neg", "pow", "exp", "expm1", "log", "log1p", "sqrt", "rsqrt", "abs"),
         *("square", "reciprocal", "sign", "clamp", "where", "softplus", "sigmoid", "tanh", "sin", "cos"),
-        *("minimum", "maximum", "__rsub__", "__rdiv__", "__rpow__"),
+        *("floor", "minimum", "maximum", "__rsub__", "__rdiv__", "__rpow__"),
     }
 )
 _JOINS: Mapping[str, Callable[[list[Tensor], int], Tensor]] = {"cat": torch.cat, "stack": torch.stack}

@@ -6,10 +6,29 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.weights import Weights
+from plait.errors import UnsupportedModel
 from plait.model.layers.layers import Batch
 from plait.ops.activation import combine, scale_rows
 from plait.ops.rows import take_rows
 from plait.spec.positions import TemperatureSpec
+
+MOST_POSITIONS = 1 << 24  # of a table with a row for each
+
+
+def list_positions(w: Weights) -> Tensor:
+    """Every position of the longest sequence, [max_len] float64, on the CPU: the same on every processor.
+
+    Of a model without numbers they are on its device. Raises UnsupportedModel for too many.
+    """
+    count, device = w.target.max_len, w.target.device
+    if device.type == "meta":
+        return torch.empty(count, dtype=torch.float64, device=device)
+    if count > MOST_POSITIONS:
+        raise UnsupportedModel(
+            f"{w.prefix}: attention needs a number for each of {count} positions, of which at most "
+            f"{MOST_POSITIONS} are implemented; --max-model-len {MOST_POSITIONS} serves shorter sequences"
+        )
+    return torch.arange(count, dtype=torch.float64)
 
 
 class Temperature:
@@ -17,7 +36,7 @@ class Temperature:
 
     def __init__(self, s: TemperatureSpec, w: Weights) -> None:
         def table(_: Weights) -> Tensor:
-            at = torch.arange(w.target.max_len, dtype=torch.float64)  # rounded, the same on every processor
+            at = list_positions(w)
             far = (at + s.first) / s.length
             logs = far.clamp(min=1.0).log() if s.late else torch.log1p(far.floor())
             grown = (1 + far) ** s.growth if s.power else 1 + s.growth * logs
@@ -37,7 +56,7 @@ class HeadGrowth(Temperature):
 
     def __init__(self, w: Weights, heads: int) -> None:
         def table(_: Weights) -> Tensor:
-            at = torch.arange(w.target.max_len, dtype=torch.float64)
+            at = list_positions(w)
             return at.log1p()[:, None].float().to(w.target.device)
 
         self.table = w.shared("logarithms of positions", table)

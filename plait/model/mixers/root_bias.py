@@ -9,6 +9,7 @@ from plait.checkpoint.weights import Weights
 from plait.errors import UnsupportedModel
 from plait.memory import PagedState, State, group_name
 from plait.model.layers.layers import Batch
+from plait.model.layers.temperature import list_positions
 from plait.model.mixers.attention import describe_attention, divide_attention
 from plait.model.mixers.registry import mixer
 from plait.ops.entry import CODED
@@ -37,7 +38,7 @@ class RootBias:
         self.qkv = w.linear("q", "k", "v", in_size=hidden, out_sizes=(q, kv, kv))
         self.o = w.linear("o", in_size=q, out_sizes=(hidden,))
         self.slopes = -torch.tensor(s.slopes, device=device)[None, :, None]
-        self.roots = torch.arange(w.target.max_len, device=device).sqrt()[:, None]
+        self.roots = list_positions(w).float().to(device).sqrt()[:, None]
         # Its kernel reads no codes: see `RelativeAttention`.
         kept = "bfloat16" if w.target.kv_dtype in CODED else w.target.kv_dtype
         facts = {"heads": s.num_heads, "kv_heads": s.num_kv_heads, "dim": s.head_dim, "kv_dtype": kept}
