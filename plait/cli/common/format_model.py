@@ -34,15 +34,11 @@ def kernels_text(device: str, config: EngineConfig) -> str:
 
 def layer_groups(spec: ModelSpec) -> list[tuple[tuple[int, ...], Layer]]:
     """Equal layers together, in the order of their first: (their indices, the layer)."""
-    groups: list[tuple[list[int], Layer]] = []
+    groups: dict[str, tuple[list[int], Layer]] = {}
     for index, layer in enumerate(spec.layers):
-        # Specs hold mappings, so they compare but do not hash.
-        same = next((indices for indices, other in groups if other == layer), None)
-        if same is None:
-            groups.append(([index], layer))
-        else:
-            same.append(index)
-    return [(tuple(indices), layer) for indices, layer in groups]
+        # Specs hold mappings, so they do not hash, and of thousands that differ too many would be compared.
+        groups.setdefault(repr(layer), ([], layer))[0].append(index)
+    return [(tuple(indices), layer) for indices, layer in groups.values()]
 
 
 def index_ranges(indices: Iterable[int]) -> str:
