@@ -11,6 +11,7 @@ from torch import Tensor
 from plait.checkpoint.names import Back, Derived, NameMap, Rules, Source
 from plait.errors import UnsupportedModel
 from plait.families.common.hf_config import GEMMA_WORDS, HfConfig
+from plait.families.common.hyper import MOST
 from plait.families.common.recipes import (
     VISION,
     Stored,
@@ -23,6 +24,7 @@ from plait.families.common.recipes import (
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import mlp, model, norm, require
 from plait.families.config.normalize import Config
+from plait.families.config.values import read_count
 from plait.families.gemma4 import HALF, OTHERS, attention_of, find_source, inputs_of_layers
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch, windows
 from plait.quant.weight import as_tensor, pick_rows
@@ -66,6 +68,7 @@ def gemma3n(c: Config) -> tuple[ModelSpec, NameMap]:
     Scores are scaled by 1, whatever `query_pre_attn_scalar` of published configs says.
     """
     require(c, "Gemma 3n", altup_active_idx=(0,), altup_correct_scale=(True,))
+    read_count(c, "altup_num_inputs", None, 1, MOST)
     c["global_head_dim"] = c["head_dim"]
     kinds, size = c["layer_types"], c["hidden_size_per_layer_input"]
     shared = len(kinds) - c["num_kv_shared_layers"]

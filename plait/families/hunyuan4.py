@@ -15,7 +15,7 @@ from plait.families.common.hyper import move_inside, name_triples, over_streams,
 from plait.families.common.recipes import reorder_rows, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import sigmoid_router
-from plait.families.config.checks import MAX_SIZE
+from plait.families.config.limits import MAX_SIZE
 from plait.families.config.normalize import Config
 from plait.families.deepseek import (
     LATENT_EPS,

@@ -19,7 +19,7 @@ from plait.families.common.recipes import Stored, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, require, rope
 from plait.families.common.tensors import Tensors
-from plait.families.config.checks import MAX_SIZE
+from plait.families.config.limits import MAX_SIZE
 from plait.families.config.normalize import Config
 from plait.quant.weight import join_stored, pick_rows
 from plait.spec.model import BranchSpec, ModelSpec

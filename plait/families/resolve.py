@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.names import Source, UnknownName, make_derived, sources_of
-from plait.errors import ConfigError, UnsupportedFormat, UnsupportedModel
+from plait.errors import ConfigError, PlaitError, UnsupportedFormat, UnsupportedModel
 from plait.families.common.inside import Inside, find_body
 from plait.families.common.recipes import Shifted
 from plait.families.common.registry import Family, UnknownArchitecture, families_by_name, find, names_in
@@ -108,13 +108,13 @@ def _resolve_tensors(
     overrides: Sequence[str],
 ) -> Resolved:
     """A config as far as it goes; names and shapes for the rest."""
-    flat = flatten(config or NOTHING)
+    own = flatten(config or NOTHING)
     _check_storage(shapes)
-    why = dict.fromkeys(flat, FILE)
+    flat, why = dict(own), dict.fromkeys(own, FILE)
     given = _under_each_name(dict(map(parse_override, overrides)), flat)
     flat |= given
     why |= dict.fromkeys(given, SET)
-    _check_keys(given, flat)
+    _check_keys(given, flat, own)
     _tie(flat, why, shapes)
     try:
         return _build_with_head(flat, why, shapes, read)
@@ -164,15 +164,15 @@ def _under_each_name(given: Mapping[str, object], flat: Mapping[str, object]) ->
     return found
 
 
-def _check_keys(given: Mapping[str, Any], flat: Mapping[str, object]) -> None:
-    """Refuse keys that nothing reads, because they would be ignored in silence."""
+def _check_keys(given: Mapping[str, Any], flat: Mapping[str, object], own: Iterable[str]) -> None:
+    """Refuse keys that nothing reads, as they would be ignored in silence. `own`: those of the config."""
     aliases = {name for others in ALIASES.values() for name in others}
-    known = {*KEYS, *ALIASES, *aliases, *NEUTRAL, *(set(flat) - set(given))}
+    known = {*KEYS, *ALIASES, *aliases, *NEUTRAL, *own}
     families = [find(flat)] if _is_known(flat) else families_by_name().values()
     for entry in families:
         known |= set(entry.defaults)
     for key in given:
-        if key not in known:
+        if key not in known and not (_is_known(flat) and _is_needed(key, flat)):
             near = difflib.get_close_matches(key, known, 1)
             hint = f"; the nearest is {near[0]!r}" if near else ""
             raise ConfigError(f"--set {key}=…: no model's config has such a key{hint}")
@@ -183,6 +183,19 @@ def _check_keys(given: Mapping[str, Any], flat: Mapping[str, object]) -> None:
     )
     if is_whole and given.get(SHARE) not in (None, 1):
         raise ConfigError(f"--set {SHARE}={given[SHARE]}: models of this family do not read it; leave it out")
+
+
+def _is_needed(key: str, flat: Mapping[str, object]) -> bool:
+    """Whether the family of a config cannot be built without a key of it."""
+    try:
+        with blame_config():
+            c = _normalize_config({k: v for k, v in flat.items() if k != key})
+            find(c).build(c)
+    except IncompleteConfig as error:
+        return error.key == key
+    except PlaitError:
+        return False
+    return False
 
 
 def _check_read(given: Mapping[str, object], flat: Mapping[str, object], entry: Family) -> None:
@@ -303,9 +316,10 @@ def _resolve_gguf(
 ) -> Resolved:
     given = dict(map(parse_override, overrides))
     flat, why = gguf_config(metadata, shapes, read, given)
+    own = [key for key in flat if why.get(key) != SET]
     flat |= given
     why |= dict.fromkeys(given, SET)
-    _check_keys(given, flat)
+    _check_keys(given, flat, own)
     c = _normalize_config(flat)
     resolved = _build_resolved(c, why)
     check_routers(metadata, resolved.spec)

@@ -10,12 +10,14 @@ from plait.errors import UnsupportedModel
 from plait.families.common.recipes import Stored, either, ends, exp_rounded, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import mamba1, model, norm, require
+from plait.families.config.limits import MAX_SIZE
 from plait.families.config.normalize import Config
 from plait.families.linear_attention import select_rows
 from plait.families.zamba2 import build_aside
 from plait.quant.weight import as_tensor
 from plait.spec.model import BranchSpec, ModelSpec, ParallelSpec
 
+MOST = 64  # heads of Mamba1 in a layer, each of which has names of its own
 L = "model.layers"
 USUAL = [
     *["linear_attention"] * 2,
@@ -42,8 +44,11 @@ def zamba(c: Config) -> tuple[ModelSpec, NameMap]:
     """Each head of a layer is a Mamba1 of some of the channels: their outputs are added."""
     require(c, "Zamba", hidden_mamba_act=("silu",), mamba_proj_bias=(False,))
     whole, heads = mamba1(c), c["mamba_n_heads"]
-    if heads < 1 or whole.inner_size % heads:
-        raise UnsupportedModel(f"{whole.inner_size} channels cannot be divided among {heads} n_mamba_heads")
+    if not 1 <= heads <= MOST or whole.inner_size % heads or whole.inner_size > MAX_SIZE:
+        raise UnsupportedModel(
+            f"{whole.inner_size} channels cannot be divided among {heads} n_mamba_heads; known are up to "
+            f"{MAX_SIZE} channels and {MOST} heads"
+        )
     width = whole.inner_size // heads
     ssm = ParallelSpec({f"head{h}": mamba1(c, inner_size=width) for h in range(heads)})
     hybrids, size = [i for i, kind in enumerate(c["layer_types"]) if kind == "hybrid"], c["intermediate_size"]

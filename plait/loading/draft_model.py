@@ -61,7 +61,7 @@ from plait.text.tokenizers.tokenizer import Tokenizer
 log = logging.getLogger("plait")
 step_log = logging.getLogger("plait.step")
 PROBE_TEXT = "It's 12:34:56 now…\n\n\tdef naïve(x): return {'Ω': x**2, \"日本\": -0.5}  # ABC_def 🙂\r\n"
-_SET = re.compile(r"; [^;]*--set [^;]*$")  # advice that holds for the model alone
+_SET = re.compile(r"; [^;(]*--set [^;]*$| \([^()]*--set [^()]*\)$")  # advice that holds for the model alone
 PARD = "pard_token"  # in a config
 PROBE_IDS = 499  # tokens, spread over the vocabulary, of which the texts are compared; a prime
 

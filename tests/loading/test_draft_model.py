@@ -14,7 +14,7 @@ import pytest
 from plait import LLM
 from plait.config import EngineConfig
 from plait.engine.draft_places import place_nbytes
-from plait.errors import BadFile, ConfigError, OutOfMemory
+from plait.errors import BadFile, ConfigError, OutOfMemory, UnsupportedModel
 from plait.loading import build
 from plait.loading.build import Loaded, draft_headers, load
 from plait.loading.draft_model import load_draft, open_draft
@@ -139,6 +139,14 @@ def test_what_is_not_there_says_what_speculate_may_be(hybrid: Loaded, name: str)
         ConfigError, match=r"^speculate: .* \(it is off, ngram, mtp, a head or a draft model\)$"
     ):
         drafting(hybrid, speculate=name)
+
+
+def test_a_draft_is_not_corrected_by_options_of_its_model(hybrid: Loaded, tmp_path: Path) -> None:
+    tiny.write("llama", tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**said, "num_attention_heads": 1 << 20}))
+    with pytest.raises(UnsupportedModel, match=r"^speculate: .*; expected a whole number from 0 to 16384$"):
+        open_draft(replace(hybrid.config, speculate=str(tmp_path)), hybrid.runner.decoder.spec, None)
 
 
 def test_a_broken_draft_leaves_the_threads_of_the_model(

@@ -24,7 +24,8 @@ from plait.convert.plan.tensor_plan import Made, plan_tensors
 from plait.errors import UnsupportedFormat, UnsupportedModel
 from plait.families.common.registry import families_by_name, names_in
 from plait.families.common.resolved import Resolved
-from plait.families.config.normalize import NESTS, Config
+from plait.families.config.normalize import Config
+from plait.families.config.wrappers import NESTS
 from plait.families.gguf.arch import ARCHITECTURES
 from plait.families.gguf.names import gguf_names
 from plait.families.resolve import resolve

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from plait.errors import UnsupportedModel
 from plait.families.common.detection import UNDETECTED, Detection
 from plait.families.common.hf_config import USUAL_HF, HfConfig
 from plait.families.common.refused import why_no_decoder, why_refused
-from plait.families.config.normalize import NOTHING, Config, flatten, normalize
-from plait.families.config.wrappers import list_texts
+from plait.families.config.normalize import NOTHING, Config, normalize
+from plait.families.config.wrappers import lift_text, list_texts
 from plait.spec.model import ModelSpec
 
+MOST_NAMES, MOST_LETTERS = 64, 200  # that are looked at, and of which the nearest known name is searched
 Build = Callable[[Config], tuple[ModelSpec, NameMap]]
 
 
@@ -116,7 +118,7 @@ def find(config: Mapping[str, object]) -> Family:
     if not names:
         raise UnknownArchitecture("the config names no architecture and no model_type")
     every = sorted(a for f in families.values() for a in f.architectures)
-    near = difflib.get_close_matches(names[0], every, 1, 0.5)
+    near = difflib.get_close_matches(names[0][:MOST_LETTERS], every, 1, 0.5)
     hint = f"; the nearest is {near[0]}" if near else ""
     raise UnknownArchitecture(
         f"architecture {names[0]!r} is not known{hint}; `plait families` lists all, and --plugin adds one"
@@ -128,8 +130,8 @@ def names_in(config: Mapping[str, Any]) -> list[str]:
     named = config.get("architectures") or config.get("model_type")
     if isinstance(config.get("ssm_cfg"), Mapping) and not named:  # state-spaces' own format names nothing
         return ["MambaLMHeadModel"]
-    inner = flatten(config)
-    names = [*(config.get("architectures") or ()), config.get("model_type"), inner.get("model_type")]
+    listed = [*islice(config.get("architectures") or (), MOST_NAMES)]
+    names = [*listed, config.get("model_type"), lift_text(config).get("model_type")]
     names = [name for name in names if name]
     return [*names, *list_texts(names)]
 

@@ -199,12 +199,16 @@ def model(c: Config, name: str, layers: Iterable[tuple[BranchSpec, ...]], **chan
         tied=bool(c.get("tie_word_embeddings", False)),
     )
     spec = replace(usual, **changes)
-    reads_on = c.get("use_bidirectional_attention") is True or c.get("is_causal") is False
-    return see_both_ways(spec) if reads_on else spec
+    if c.get("use_bidirectional_attention") is True:
+        return see_both_ways(spec, "use_bidirectional_attention=false")
+    return see_both_ways(spec, "is_causal=true") if c.get("is_causal") is False else spec
 
 
-def see_both_ways(spec: ModelSpec) -> ModelSpec:
-    """The same model, its tokens seeing later ones, too. Raises UnsupportedModel for mixers with an order."""
+def see_both_ways(spec: ModelSpec, otherwise: str) -> ModelSpec:
+    """The same model, its tokens seeing later ones, too. Raises UnsupportedModel for mixers with an order.
+
+    otherwise: what a config says of a model in which they do not.
+    """
 
     def turn(branch: BranchSpec) -> BranchSpec:
         has: list[str] = []
@@ -219,7 +223,7 @@ def see_both_ways(spec: ModelSpec) -> ModelSpec:
         more = f" with {has[0]}" if has else ""
         raise UnsupportedModel(
             f"the config says that tokens see later ones, which {type(branch.mixer).__name__}{more} cannot; "
-            "if the model is right without it, say so with --set is_causal=true"
+            f"if the model is right without it, say so with --set {otherwise}"
         )
 
     layers = tuple(tuple(turn(branch) for branch in layer) for layer in spec.layers)

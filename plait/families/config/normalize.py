@@ -28,6 +28,7 @@ from plait.families.config.words import (
     SECTION_KEYS,
     SECTIONS,
 )
+from plait.families.config.wrappers import lift_text
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -63,12 +64,14 @@ WINDOW_LETTERS = {"L": SLIDING, "G": FULL}  # local, global
 PATTERN_LETTERS = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}  # Nemotron-H
 # Phi 3 as first published; sections for images (the second Hunyuan's, next to its alpha); Sarvam.
 OLD_ROPE_KINDS = {"su": "longrope", "mrope": "default", "xdrope": "dynamic", "deepseek_yarn": "yarn"}
-# What writes in a model that also talks may see and hear, too: its text model comes behind it.
-NESTS = ("thinker_config", "vlm_config", "text_config", "llm_config", "language_config")
 
 
 class IncompleteConfig(UnsupportedModel):
-    """A value the family needs that neither config.json nor the tensors gave."""
+    """A value the family needs that neither config.json nor the tensors gave, under this `key`."""
+
+    def __init__(self, text: str, key: str | None = None) -> None:
+        super().__init__(text)
+        self.key = key
 
 
 class Config(dict[str, Any]):
@@ -76,9 +79,9 @@ class Config(dict[str, Any]):
 
     def __missing__(self, key: str) -> Any:
         if arch := self.get("gguf_architecture"):
-            raise IncompleteConfig(name_missing(key, arch))
+            raise IncompleteConfig(name_missing(key, arch), key)
         raise IncompleteConfig(
-            f"config.json does not say {key!r}, which this model needs; give it with --set {key}=VALUE"
+            f"config.json does not say {key!r}, which this model needs; give it with --set {key}=VALUE", key
         )
 
 
@@ -125,12 +128,7 @@ def normalize(
 
 def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
     """The text model's keys at the top: a nested text config wins, except for what names the whole model."""
-    flat = {k: _plain(v) for k, v in config.items()}
-    for nest in NESTS:
-        if isinstance(inner := flat.get(nest), dict):
-            kept = {k: v for k, v in flat.items() if k not in NESTS}
-            named = ("architectures", "quantization_config", "tie_word_embeddings")
-            flat = {**kept, **inner, **{k: kept[k] for k in named if kept.get(k) is not None}}
+    flat = lift_text({k: _plain(v) for k, v in config.items()})
     _hoist_growth(flat)
     return flat | list_blocks(flat)
 
@@ -244,9 +242,10 @@ def _turn_heads(c: Config, reads_dim: bool) -> None:
     share = c["rotary_dim"] / c["head_dim"] if reads_dim and c.get("rotary_dim") else 1.0
     for p in c[ROPES].values():
         if p[SHARE] != share and p["rope_type"] != "default":
+            advice = f"--set {SHARE}=null" if c.get(SHARE) else f"--set '{ROPES}={{…}}' without it"
             raise UnsupportedModel(
                 f"{SHARE} = {p[SHARE]:g} next to rope_type {p['rope_type']!r} is not implemented for "
-                f"{c.get('model_type') or c.get('architectures')}, which does not read it; --set {SHARE}=null"
+                f"{c.get('model_type') or c.get('architectures')}, which does not read it; {advice}"
             )
         p[SHARE] = share
 
@@ -276,7 +275,7 @@ def _rope_kind(c: Config, given: Mapping[str, Any]) -> dict[str, Any]:
     if absent := [key for key in ROPE_NEEDS.get(p["rope_type"], ()) if key not in p]:
         raise IncompleteConfig(
             f"rope parameters of rope_type {kind!r} need {absent[0]!r}, which the config does not say; give "
-            "all of them with --set 'rope_scaling={…}'"
+            f"all of them with --set '{ROPES if c.get(ROPES) else 'rope_scaling'}={{…}}'"
         )
     share = c["rotary_dim"] / c["head_dim"] if c.get("rotary_dim") and c.get("head_dim") else 1.0
     p.setdefault(SHARE, c.get(SHARE) or c.get("rotary_pct") or share)

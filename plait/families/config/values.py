@@ -43,7 +43,8 @@ def require_given(c: Config, name: str, **known: tuple[object, ...]) -> None:
     for key, values in known.items():
         if (value := c.get(key)) is None:
             raise IncompleteConfig(
-                f"config.json does not say {key!r}, which {name} needs; give it with --set {key}=VALUE"
+                f"config.json does not say {key!r}, which {name} needs; give it with --set {key}=VALUE",
+                key,
             )
         if value not in values:
             listed = ", ".join(map(str, values))

@@ -30,6 +30,7 @@ LAYER_NORMS = frozenset(
         *("mpt", "nemotron", "olmo", "orion", "phi2", "stablelm", "starcoder", "starcoder2"),
     )
 )
+SET = "--set"
 FACTORS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 
 
@@ -57,6 +58,8 @@ def gguf_config(
         m.put(
             "routed_scaling_factor", 1.0, f"{FILE} {m.prefix}expert_weights_scale, which is 0 or absent: none"
         )
+    for key in m.config.keys() & given.keys():
+        m.put(key, given[key], SET)
     check_config(m.config, FILE)  # before anything has as many parts as the file says
     _rope(m, read)
     _kinds(m)
@@ -86,7 +89,7 @@ def _read_keys(m: Metadata, entry: Arch, given: Values) -> None:
         m.take("norm_eps", "attention.layer_norm_rms_epsilon")
     for key, value in given.items():
         if key not in m.config:
-            m.put(key, value, "--set")
+            m.put(key, value, SET)
 
 
 def _arch(name: str) -> Arch:

@@ -320,6 +320,17 @@ def test_a_key_that_is_absent_is_named_with_what_to_do(key: str) -> None:
     assert resolved(file, gguf=metadata, overrides=[f"{given[1]}={number}"]).spec.hidden_size == 32
 
 
+def test_a_count_that_is_too_large_may_be_corrected() -> None:
+    metadata = metadata_of("qwen3", **{"attention.key_length": 8, "attention.head_count_kv": 1 << 31})
+    file = Memory({"token_embd.weight": torch.zeros(97, 32)})
+    said = r"num_key_value_heads = 2147483648; .* \(--set num_key_value_heads=… corrects it\)"
+    with pytest.raises(UnsupportedModel, match=said):
+        resolved(file, gguf=metadata)
+    found = resolved(file, gguf=metadata, overrides=["num_key_value_heads=2"])
+    assert [m.num_kv_heads for m in found.spec.mixers_of(AttentionSpec)] == [2] * len(found.spec.layers)
+    assert found.provenance["num_key_value_heads"] == "--set"
+
+
 def test_a_key_of_one_architecture_alone_is_named() -> None:
     with pytest.raises(
         IncompleteConfig, match=r"no glm-dsa\.rope\.dimension_count, which a model of glm-dsa"
