@@ -24,7 +24,7 @@ CAPS = {
     ".": 2_270,
     "bench": 4_250,
     "checkpoint": 6_000,
-    "cli": 6_660,
+    "cli": 6_770,
     "cluster": 3_600,
     "convert": 3_700,
     "engine": 2_760,
