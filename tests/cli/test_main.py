@@ -125,7 +125,16 @@ def test_what_cannot_be_written_at_the_end_is_an_exit_code() -> None:
         (("juggle",), "there is no command 'juggle'"),
         (("generate", "model", "Once upon"), "argument (Once upon); give it with --prompt"),
         (("decode", "model", "1,2"), "argument (1,2); give it with --ids"),
-        (("generate", "--model", "m", "--temprature", "1"), "No such option '--temprature'"),
+        (
+            ("generate", "--model", "m", "--temprature", "1"),
+            "option '--temprature'; did you mean --temperature",
+        ),
+        (("serve", "m", "-ngl", "99"), "No such option '-ngl': a model is on one device as a whole"),
+        (("serve", "m", "-np", "4"), "No such option '-np'; here it is --max-num-seqs"),
+        (("serve", "m", "--ctx-size=4096"), "No such option '--ctx-size'; here it is --max-model-len"),
+        (("serve", "m", "--temperature", "1"), "'--temperature': requests have it"),
+        (("generate", "m", "-n", "3"), "No such option '-n'; here it is --max-tokens"),
+        (("chat", "m", "-vz"), "No such option '-vz' (see `plait chat --help`)"),
         (("generate", "--prompt", "x"), "name a model with --model"),
         (("serve",), "name a model with --model"),
         (("generate", "--model", "m", "--device", "tpu"), "'tpu' is not one of"),
@@ -139,11 +148,7 @@ def test_wrong_usage_is_one_line_and_exit_2(plait: Run, arguments: tuple[str, ..
     assert result.code == 2
     assert result.err.startswith("plait: ")
     assert result.err.count("\n") == 1
-    old, new = (
-        "No such option: --temprature",
-        "No such option '--temprature'",
-    )  # of click 8.1, and of later ones
-    assert message in result.err.replace(old, new)
+    assert message in result.err
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from plait.cli.common.other_names import find_argument, find_hint
 from plait.config import EngineConfig, ServerConfig
 from plait.request import SamplingParams
 
@@ -66,6 +67,18 @@ MESSAGES = {"--quiet", "--verbose", "--debug", "--help"}
 
 class GroupedCommand(click.Command):
     """A command with a help that lists its options by GROUPS, then those of its own."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click does it. Raises UsageError that says what an unknown option of another engine is here."""
+        written = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            name = find_argument(error.option_name, written)
+            known = [one for param in ctx.command.params for one in (*param.opts, *param.secondary_opts)]
+            is_word = name.startswith("--")
+            hint = find_hint(name, known) or (suggest_word(name, known) if is_word else "")
+            raise click.UsageError(f"No such option {name!r}{hint}", ctx) from error
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         listed = [p for p in self.get_params(ctx) if isinstance(p, click.Option)]
