@@ -39,7 +39,7 @@ from plait.checkpoint.hub.client import (
     repo_folder,
 )
 from plait.checkpoint.readers.gguf_parts import part_paths
-from plait.checkpoint.readers.mmap_json import read_json, read_start
+from plait.checkpoint.readers.mmap_json import POINTER, read_json, read_start, refuse_pointers
 from plait.errors import (
     BadFile,
     CheckpointError,
@@ -254,10 +254,7 @@ def _of_file(path: Path, name: str | None = None) -> ModelFiles:
         return _make_files("safetensors", [path] if match is None else _shards(path), display)
     if start.startswith(PICKLE_STARTS) or path.suffix in PICKLES:
         raise UnsupportedFormat(f"{path}: {PICKLE_ADVICE}")
-    if start.startswith(b"version https://"):
-        raise BadFile(
-            f"{path}: is a Git LFS pointer, not the file itself; run `git lfs pull` in its directory"
-        )
+    refuse_pointers([path])
     if not start:
         raise BadFile(f"{path}: is empty; was its download or its copy interrupted?")
     raise UnsupportedFormat(
@@ -268,7 +265,7 @@ def _of_file(path: Path, name: str | None = None) -> ModelFiles:
 
 def _is_safetensors(start: bytes, path: Path) -> bool:
     """A length, then a JSON object; a damaged file with the right suffix is for the reader to refuse."""
-    if path.suffix == ".safetensors" and not start.startswith((b"version https://", *PICKLE_STARTS)):
+    if path.suffix == ".safetensors" and not start.startswith((POINTER, *PICKLE_STARTS)):
         return True
     return start[8:9] == b"{" and 0 < int.from_bytes(start[:8], "little") <= path.stat().st_size
 
@@ -323,6 +320,7 @@ def _make_files(
         raise BadFile(f"{directory}: {len(missing)} file(s) of the model are missing: {shown}")
     beside = [] if alone else sorted(directory.iterdir())
     side_files = {p.name: p for p in beside if p.name in _SIDE_NAMES or p.suffix == ".tiktoken"}
+    refuse_pointers((*weights, *side_files.values()))
     config = directory / "config.json"
     if kind == "safetensors" and is_mistral_own(weights[0].name, side_files):
         config = side_files[PARAMS]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 from pathlib import Path
 
@@ -185,10 +186,25 @@ def test_an_adapter_is_no_model(folder: Path) -> None:
         find_model(folder)
 
 
-def test_an_lfs_pointer_is_named(folder: Path) -> None:
-    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:12\n")
-    with pytest.raises(BadFile, match="git lfs pull"):
-        find_model(folder / "model.safetensors")
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:12\n"
+SHARD = "model-00001-of-00001.safetensors"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "m.gguf", SHARD])
+def test_an_lfs_pointer_is_named(folder: Path, name: str) -> None:
+    (folder / name).write_text(POINTER)
+    if name == SHARD:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": SHARD}}))
+    for target in (folder, folder / name):
+        with pytest.raises(BadFile, match=rf"{re.escape(name)}: is a Git LFS pointer, .*git lfs pull"):
+            find_model(target)
+
+
+def test_an_lfs_pointer_of_a_tokenizer_is_named(folder: Path) -> None:
+    put(folder, "model.safetensors")
+    (folder / "tokenizer.json").write_text(POINTER)
+    with pytest.raises(BadFile, match=r"tokenizer\.json: is a Git LFS pointer"):
+        find_model(folder)
 
 
 def test_an_empty_directory_says_what_was_expected(folder: Path) -> None:

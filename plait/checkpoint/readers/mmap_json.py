@@ -8,7 +8,7 @@ import mmap
 import os
 import stat
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from plait.errors import BadFile
 # Without waiting for a pipe's other end; not every system has every flag.
 _FLAGS = os.O_RDONLY | sum(getattr(os, flag, 0) for flag in ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY"))
 _MAX_JSON_BYTES = 64 << 20
+POINTER, _POINTER_BYTES = b"version https://", 1024  # how a pointer of Git LFS begins, and its largest size
 _MAX_DEPTH = 64
 _MAX_DIGITS = 20  # of an integer: more does not fit in 64 bits
 
@@ -110,6 +111,15 @@ def read_start(path: Path, nbytes: int) -> bytes:
         raise BadFile(f"{path}: cannot be read: {error.strerror}") from error
     finally:
         os.close(descriptor)
+
+
+def refuse_pointers(paths: Iterable[Path]) -> None:
+    """Raises BadFile for a file that a clone without Git LFS leaves in place of a large one."""
+    for path in paths:
+        is_small = path.is_file() and path.stat().st_size < _POINTER_BYTES
+        if is_small and read_start(path, len(POINTER)) == POINTER:
+            text = "is a Git LFS pointer, not the file itself; run `git lfs pull` in its directory"
+            raise BadFile(f"{path}: {text}")
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:
