@@ -344,8 +344,9 @@ def _is_list(value: object) -> bool:
 def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise InvalidField(f"params: {len(params)} settings were given for {count} prompts", "params")
+    if len(params) != count or not all(isinstance(one, SamplingParams) for one in params):
+        text = f"a {type(params).__name__} of {len(params)} was given, and there are {count} prompts"
+        raise InvalidField(f"params: {text}; give one SamplingParams, or a list of one for each", "params")
     return [replace(p) for p in params]
 
 

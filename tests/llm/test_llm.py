@@ -118,8 +118,10 @@ def test_limits_are_reported_with_both_numbers(llm: LLM) -> None:
         llm.generate([1, 4096], GREEDY)
     with pytest.raises(InvalidField, match="it is empty"):
         llm.generate("", GREEDY)
-    with pytest.raises(InvalidField, match="2 settings were given for 1 prompts"):
+    with pytest.raises(InvalidField, match="a list of 2 was given, and there are 1 prompts"):
         llm.generate(["a"], [GREEDY, GREEDY])
+    with pytest.raises(InvalidField, match=r"a dict of 1 was given.*give one SamplingParams"):
+        llm.generate("a", {"max_tokens": 2})
 
 
 def test_an_option_that_does_not_exist_is_refused(nano_hybrid: Path) -> None:
