@@ -91,6 +91,8 @@ def run(
     plait run ./model --prompt "Why is the sea salt?"
     plait run ./model --keep -- --max-model-len 8192
     """
+    if serve_options and not serve_options[0].startswith("-"):
+        raise click.UsageError(f"Got unexpected extra argument ({serve_options[0]})")
     params = sampling_params(given)
 
     def open_model(name: str) -> ServedModel:

@@ -124,6 +124,7 @@ def test_what_cannot_be_written_at_the_end_is_an_exit_code() -> None:
     [
         (("juggle",), "there is no command 'juggle'"),
         (("generate", "model", "Once upon"), "argument (Once upon); give it with --prompt"),
+        (("run", "model", "Once upon"), "argument (Once upon); give it with --prompt"),
         (("decode", "model", "1,2"), "argument (1,2); give it with --ids"),
         (
             ("generate", "--model", "m", "--temprature", "1"),
