@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +20,9 @@ from plait.cli.common.options import (
     json_option,
     models_option,
     server_settings,
-    variable_name,
-    warn_of_variables,
     write_json,
 )
+from plait.cli.common.unread_flags import variable_name
 from plait.cli.serve import TABLES, merge_settings, read_model_tables, read_table
 from plait.config import ServerConfig, option_names
 
@@ -74,7 +72,6 @@ def config(
     """
     found = list_values(ctx, config, given)
     found += list_model_values(config, model, [each for each in found if each.table == "engine"])
-    warn_of_variables(os.environ)
     shown = [each for each in found if show_all or each.source not in (DEFAULT, INHERITED)]
     if as_json:
         write_json([{"table": o.table, "name": o.name, "value": o.value, "source": o.source} for o in shown])

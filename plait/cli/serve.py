@@ -24,7 +24,6 @@ from plait.cli.common.options import (
     engine_settings,
     models_option,
     server_settings,
-    warn_of_variables,
 )
 from plait.config import EngineConfig, ServerConfig, option_names
 from plait.errors import ConfigError, check_unicode
@@ -56,7 +55,6 @@ def serve(ctx: click.Context, /, model: tuple[str, ...], config: str | None, **g
     plait serve org/name:Q4_K_M --max-model-len 8192 --max-num-seqs 32
     plait serve small,gpt-4=./model big=org/name:Q4_K_M --models-dir ./models
     """
-    warn_of_variables(os.environ)
     check_unicode("model", model)
     explicit = {name for name in given if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT}
 

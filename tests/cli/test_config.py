@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from plait.cli.common.options import variable_name, warn_of_variables
+from plait.cli.common.unread_flags import variable_name, warn_of_variables
 from plait.config import EngineConfig, ServerConfig, option_names
 
 Run = Callable[..., Any]
@@ -160,6 +160,14 @@ def test_a_misspelt_variable_is_reported(capsys: pytest.CaptureFixture[str]) -> 
     assert told.startswith("plait: PLAIT_MAX_WAITNG is set, and no option has this name; did you mean")
     assert "PLAIT_MAX_WAITING" in told
     assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [("generate", "m", "-p", "x"), ("config", "m")])
+def test_every_command_of_an_engine_reports_misspelt_variables(
+    plait: Run, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("PLAIT_THREDS", "2")
+    assert plait(*command).err.count("PLAIT_THREDS is set, and no option has this name") == 1
 
 
 def test_the_page_of_options_is_the_one_of_this_revision() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shlex
 import sys
@@ -17,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args, get
 import click
 from click.core import ParameterSource
 
-from plait.cli.common.help import path_completion, suggest_word
+from plait.cli.common.help import path_completion
 from plait.cli.common.session import Session, log_to_stderr
+from plait.cli.common.unread_flags import variable_name, warn_of_variables
 from plait.config import DAY_S, DEVICE, EngineConfig, ServerConfig
 from plait.engine.adapters import parse_named
 from plait.errors import ConfigError
@@ -37,12 +39,8 @@ else:
 Command = TypeVar("Command", bound=Callable[..., object])
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 SERVER_URL = "http://127.0.0.1:8080"
-PREFIX = "PLAIT_"  # of the environment variables: --max-num-seqs is PLAIT_MAX_NUM_SEQS, too
 # Their help names the variable: a command line would show the key to every user of the machine.
 SECRET = {"api_key", "admin_key", "mcp_token"}
-# Variables with our prefix that are no options: what is read elsewhere, and the links that Kubernetes and
-# Docker put into a container next to a service that is called plait.
-NO_OPTIONS = re.compile(r"PLAIT_(CONFIG|URL|SCREENSHOTS|NAME|ENV_.*|SERVICE_.*|PORT(_\d+_.*)?)")
 METAVARS = {"set": "KEY=VALUE", "plugins": "FILE.py"}
 BYTES_FIELDS = {
     *("memory_limit", "swap_memory", "max_body_bytes", "cache_disk_limit", "cache_disk_bandwidth"),
@@ -138,25 +136,6 @@ class Device(ParamType[str]):
         return str(value)
 
 
-def variable_name(name: str) -> str:
-    """The environment variable of an option."""
-    return PREFIX + name.upper()
-
-
-def warn_of_variables(environment: Mapping[str, str]) -> None:
-    """Say which variables with our prefix no option reads: most likely they are misspelt."""
-    known = {variable_name(f.name) for kind in (ServerConfig, EngineConfig) for f in fields(kind)}
-    unknown = [name for name in sorted(environment) if name.startswith(PREFIX) and name not in known]
-    if unknown:  # seldom, so that `plait serve` does not import it
-        from plait.cluster.config import ClusterConfig
-
-        known |= {variable_name(f.name) for f in fields(ClusterConfig)}
-    for name in unknown:
-        if name not in known and not NO_OPTIONS.fullmatch(name):
-            hint = suggest_word(name, known)
-            print(f"plait: {name} is set, and no option has this name{hint}", file=sys.stderr)
-
-
 def flag(cls: type, field: Field[object], text: str) -> Decorator:
     """One click option for one field of a dataclass; its default stays the dataclass's own."""
     hint, _ = option_types(cls)[field.name]
@@ -205,7 +184,14 @@ def config_options(cls: type, *, without: Sequence[str] = ()) -> Decorator:
 
 def engine_options(*, without: Sequence[str] = ()) -> Decorator:
     """Every EngineConfig flag, and `--cpu` for `--device cpu`."""
-    cpu = click.option("--cpu", is_flag=True, help="use the CPU, also when there is a GPU; as --device cpu")
+
+    def warn(ctx: click.Context, param: click.Parameter, value: bool) -> bool:
+        if ctx.parent is not None and not ctx.resilient_parsing:  # a command line, not text of one flag
+            warn_of_variables(os.environ)
+        return value
+
+    text = "use the CPU, also when there is a GPU; as --device cpu"
+    cpu = click.option("--cpu", is_flag=True, callback=warn, help=text)
     return options([cpu, config_options(EngineConfig, without=without)])
 
 

@@ -1,11 +1,22 @@
-"""Flags that have no effect next to others of the same command line."""
+"""What has no effect: flags next to others of the same command line, variables of no option."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 
 import click
 from click.core import ParameterSource
+
+from plait.cli.common.help import suggest_word
+from plait.config import EngineConfig, ServerConfig
+
+PREFIX = "PLAIT_"  # of the environment variables: --max-num-seqs is PLAIT_MAX_NUM_SEQS, too
+# Variables with our prefix that are no options: what is read elsewhere, and the links that Kubernetes and
+# Docker put into a container next to a service that is called plait.
+NO_OPTIONS = re.compile(r"PLAIT_(CONFIG|URL|SCREENSHOTS|NAME|ENV_.*|SERVICE_.*|PORT(_\d+_.*)?)")
 
 
 def refuse_unread(*rows: tuple[bool, Sequence[str], str]) -> None:
@@ -44,3 +55,22 @@ def name_head(head: str | None) -> str:
             f"--head {head}: it takes a head of its own files; all other drafts are checked anyway"
         )
     return head or "off"
+
+
+def variable_name(name: str) -> str:
+    """The environment variable of an option."""
+    return PREFIX + name.upper()
+
+
+def warn_of_variables(environment: Mapping[str, str]) -> None:
+    """Say which variables with our prefix no option reads: most likely they are misspelt."""
+    known = {variable_name(f.name) for kind in (ServerConfig, EngineConfig) for f in fields(kind)}
+    unknown = [name for name in sorted(environment) if name.startswith(PREFIX) and name not in known]
+    if unknown:  # seldom, so that `plait serve` does not import it
+        from plait.cluster.config import ClusterConfig
+
+        known |= {variable_name(f.name) for f in fields(ClusterConfig)}
+    for name in unknown:
+        if name not in known and not NO_OPTIONS.fullmatch(name):
+            hint = suggest_word(name, known)
+            print(f"plait: {name} is set, and no option has this name{hint}", file=sys.stderr)
