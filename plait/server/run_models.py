@@ -11,7 +11,7 @@ from plait import resource_limits
 from plait.config import ServerConfig
 from plait.errors import ConfigError
 from plait.frontend.frontend import Front, Parsers
-from plait.server.check_options import check_options
+from plait.server.check_options import check_formats, check_options
 from plait.server.gateway.access_log import start_log
 from plait.server.models.catalog import ModelCatalog, ModelEntry
 from plait.server.models.loading_threads import Load, Report
@@ -45,6 +45,7 @@ def run_models(
         raise ConfigError("kv_events: readers know one model for each address; serve one model")
     for entry in (*catalog.entries, *([catalog.template] if catalog.template else [])):
         check_options(entry.engine, config)
+        check_formats(entry.tool_call_parser, entry.reasoning_parser)
     residents = ResidentModels(config, find_budget(config), make_load(config, begun), measure_front)
     pool = ModelPool(catalog, config, residents)
     log = start_log(config)

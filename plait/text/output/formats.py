@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from plait.errors import ConfigError, InvalidField
+from plait.errors import InvalidField
 from plait.text.output.call_formats import ToolFormat
 from plait.text.output.call_grammar import Structure, begin_thinking, frame_call, required_tools
 from plait.text.output.format_table import FORMATS
-from plait.text.output.reasoning import ReasoningFormat
+from plait.text.output.reasoning import ReasoningFormat, unknown_format
 
 Tool = Mapping[str, object]
 """A tool as requests name it: `{"type": "function", "function": {"name": …, "parameters": …}}`."""
@@ -44,7 +44,7 @@ def tool_format(
         return None
     if name is not None:
         if name not in FORMATS:
-            raise ConfigError(f"tool format {name!r} is not known; there are {', '.join(FORMATS)}, and none")
+            raise unknown_format("tool", name, FORMATS)
         return FORMATS[name]
     for form in FORMATS.values():
         signs = (form.syntax.opens[:1],) if form.signs is None else form.signs

@@ -182,6 +182,14 @@ vocabularies; `cohere`: Command R7B and A, `cohere_text`: later ones; `granite`:
 `said`: Granite 3.2; `hunyuan`: A13B, `hy3`: as it was published; `harmony`: gpt-oss."""
 
 
+def unknown_format(kind: str, name: str, known: Collection[str]) -> ConfigError:
+    """The error for a name that an option has, and no format."""
+    there = f"there are {', '.join(known)}, and none"
+    return ConfigError(
+        f"{kind} format {name!r} is not known; {there}; without the option the chat template decides"
+    )
+
+
 def reasoning_format(
     template: str, special_tokens: Collection[str] = (), name: str | None = None
 ) -> ReasoningFormat | None:
@@ -194,9 +202,7 @@ def reasoning_format(
         return None
     if name is not None:
         if name not in REASONING:
-            raise ConfigError(
-                f"reasoning format {name!r} is not known; there are {', '.join(REASONING)}, and none"
-            )
+            raise unknown_format("reasoning", name, REASONING)
         return REASONING[name]
     for form in REASONING.values():
         if all(part in template for part in form.signs):

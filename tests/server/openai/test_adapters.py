@@ -86,3 +86,13 @@ def test_server_that_others_reach_changes_adapters_only_with_keys(tmp_path: Path
         run_models(ModelCatalog([entry]), ServerConfig(host="0.0.0.0"))
     with pytest.raises(ConfigError, match="kv_events: they are of the prefix cache"):
         run_server("m", EngineConfig(prefix_cache=False), ServerConfig(kv_events="tcp://127.0.0.1:0"))
+
+
+@pytest.mark.parametrize("option", ["tool_call_parser", "reasoning_parser"])
+def test_a_format_that_there_is_not_is_refused_before_a_model_is_loaded(option: str) -> None:
+    named: dict[str, Any] = {option: "llama9"}
+    with pytest.raises(ConfigError, match=r"'llama9' is not known.* the chat template decides"):
+        run_server("m", EngineConfig(), ServerConfig(**named))
+    entry = ModelEntry(name="a", source="m", engine=EngineConfig(), **named)
+    with pytest.raises(ConfigError, match="'llama9' is not known"):
+        run_models(ModelCatalog([entry]), ServerConfig())
