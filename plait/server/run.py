@@ -29,6 +29,7 @@ from plait.server.gateway.served_models import ServedModels
 from plait.server.http import connection, listening, transfer
 from plait.server.http.address_file import ServerAddress, local_address, remove_address, write_address
 from plait.server.http.connection import READ_BYTES, Reads
+from plait.server.http.hosts import is_loopback
 from plait.server.models.only import OnlyModel
 from plait.server.store.store import open_store
 from plait.server.stored.state import StoredState
@@ -144,6 +145,8 @@ def serve_models(
         except BaseException:
             sock.close()
             raise
+        if not (config.api_key or config.api_key_file or is_loopback(config.host)):
+            logger.warning("every client that reaches %s may use it: --api-key sets a key", config.host)
         _serve_socket(server, sock, models, on_listen)
     finally:
         if store is not None:

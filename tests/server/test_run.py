@@ -114,6 +114,17 @@ def test_stopping_ends_the_loading_and_waits_for_its_thread() -> None:
     assert running.raised == []
 
 
+@pytest.mark.parametrize(
+    ("options", "is_open"),
+    [({"host": "0.0.0.0"}, True), ({"host": "0.0.0.0", "api_key": ("k",)}, False), ({}, False)],
+)
+def test_an_address_that_others_reach_without_a_key_is_reported(
+    options: dict[str, Any], is_open: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    start(lambda report: fake_front(), ServerConfig(port=0, **options)).stop()
+    assert ("every client that reaches 0.0.0.0 may use it" in caplog.text) == is_open
+
+
 def test_an_unhealthy_engine_shows() -> None:
     front = fake_front()
     running = start(lambda report: front, ServerConfig(port=0))
