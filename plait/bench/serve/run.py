@@ -127,7 +127,7 @@ def ask_json(target: ServerTarget, path: str, body: Mapping[str, object] | None 
     try:
         status, said = read(url, raw, {**target.headers, "Content-Type": "application/json"}, ASK_S)
         if status >= 300:
-            raise ConfigError(f"{url} answers {status}: {said[:500]}")
+            raise ConfigError(f"{url} answers {status}: {' '.join(said.split())[:500]}")
         found = json.loads(said)
     except ValueError as error:
         why = said if status == 0 else error

@@ -226,6 +226,12 @@ def test_an_address_without_an_openai_server_is_refused() -> None:
         reach(ServerTarget(name="x", base_url="ftp://nowhere"))
 
 
+def test_a_page_in_place_of_a_reply_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plait.bench.serve.run.read", lambda *_: (404, "<html>\n  <p>Not\n found</p>\n"))
+    with pytest.raises(ConfigError, match=r"/v1/models answers 404: <html> <p>Not found</p>$"):
+        reach(ServerTarget(name="x", base_url="http://nowhere"))
+
+
 def test_a_server_without_tokenize_leaves_the_measure_of_words_open(target: ServerTarget) -> None:
     assert tokens_per_word(target) is not None
     assert tokens_per_word(replace(target, base_url=target.base_url + "/nothing")) is None
