@@ -92,8 +92,10 @@ class ChatSession:
             return f"{name} is not known{suggest_word(name, (*NAMES, *LEAVE)) or ':'} {GREETING}"
         try:
             told: str = does(text)
-        except (PlaitError, OSError) as error:
+        except PlaitError as error:
             return f"plait: {error}"
+        except OSError as error:
+            return f"plait: {text}: {error.strerror or error}"
         return told
 
     def _help(self, text: str) -> str:

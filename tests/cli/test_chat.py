@@ -159,6 +159,7 @@ def test_a_conversation_is_saved_and_goes_on(talk: Run, engine: Any, tmp_path: P
 def test_what_is_no_conversation_changes_nothing(talk: Run, engine: Any, tmp_path: Path, text: str) -> None:
     (tmp_path / "bad").write_text(text)
     result = talk(f"Hi\n/load {tmp_path / 'bad'}\n/load {tmp_path / 'absent'}\nMore\n")
+    assert f"plait: {tmp_path / 'absent'}: No such file or directory\n" in result.err
     assert "is not a conversation" in result.err
     assert "No such file" in result.err
     assert len(engine.chats[-1]) == 3
