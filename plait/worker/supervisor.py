@@ -345,7 +345,7 @@ class Supervisor:
             self.requests.end_all(lost)
         self.num_restarts += 1
         num_open = len(self.requests)
-        log.error("the engine's process has ended: %s; starting another for %d requests", why, num_open)
+        log.error("the engine's process has ended: %s; starting another; open requests: %d", why, num_open)
         return None
 
     def _pause(self) -> None:
