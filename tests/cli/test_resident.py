@@ -60,7 +60,8 @@ def test_a_wrong_key_and_an_address_without_a_server_are_named(plait: Run, sever
     refused = plait("stop", "big", "--url", several.base_url, "--admin-key", "k")
     assert refused.code == 1
     assert "admin key" in refused.err
-    assert "cannot be reached" in plait("ps", "--url", "http://127.0.0.1:9").err
+    refused = "cannot be reached: Connection refused; `plait serve MODEL` starts a server"
+    assert refused in plait("ps", "--url", "http://127.0.0.1:9").err
 
 
 def test_a_server_of_one_model_is_listed_and_keeps_it(plait: Run) -> None:

@@ -141,7 +141,11 @@ class ServerClient:
             return connection.getresponse()
         except (OSError, HTTPException) as error:
             self.close()
-            raise ServerError(f"{self.url} cannot be reached: {error}") from error
+            why = getattr(error, "strerror", None) or error
+            hint = (
+                "; `plait serve MODEL` starts a server" if isinstance(error, ConnectionRefusedError) else ""
+            )
+            raise ServerError(f"{self.url} cannot be reached: {why}{hint}") from error
 
 
 class StreamedReply:
