@@ -31,6 +31,8 @@ from plait.server.responses.input_items import (
 from plait.server.responses.mcp_tools import RequestedServer, name_with_label, read_servers
 from plait.server.responses.state import Item, conversation_items, earlier_items, resolve_references
 
+TextOrItems = Annotated[str | list[dict[str, object]], msgspec.Meta(extra_json_schema={"default": []})]
+
 
 class TextOptions(msgspec.Struct, kw_only=True, frozen=True):
     format: dict[str, object] | None = None
@@ -62,7 +64,7 @@ class ResponsesRequest(SamplingFields, ServiceOptions):
     """
 
     model: str | None = None
-    input: str | list[dict[str, object]] = field(default_factory=list)
+    input: TextOrItems = field(default_factory=list)
     instructions: str | None = None
     max_output_tokens: MaxTokens = None
     stream: bool = False
