@@ -19,13 +19,13 @@ from plait.text.tokenizers.gguf import gguf_tokenizer
 from plait.text.tokenizers.hf import TokenizerFiles, hf_tokenizer, load_hf_tokenizer, read_special_tokens
 from plait.text.tokenizers.plamo import plamo_metadata
 from plait.text.tokenizers.sentencepiece_file import sentencepiece_metadata
+from plait.text.tokenizers.tekken import TEKKEN, is_tekken, tekken_tokenizer
 from plait.text.tokenizers.tokenizer import TextTokenizer, Tokenizer
 from plait.text.tokenizers.vocabularies import BUILTIN, detect_vocabulary
 
 _UNREADABLE = {
     "vocab.json": "vocab.json and merges.txt",
     "vocab.txt": "WordPiece",
-    "tekken.json": "tekken.json",
 }
 
 # What is raised when a value in a file is of another kind than its readers expect.
@@ -44,9 +44,10 @@ def load_tokenizer(
 ) -> TextTokenizer | None:
     """The tokenizer of a model; None when none is found (token ids still work everywhere).
 
-    In this order: `vocab` (`--vocab`: a built-in name, a tokenizer.json, tokenizer.model, .tiktoken or
-    directory), tokenizer.json, the GGUF file's own (`metadata`), tokenizer.model, the config's
-    `tokenizer_vocab`, the built-in vocabulary of the size `vocab_size`. Its `name` shows which it was.
+    In this order: `vocab` (`--vocab`: a built-in name, a tokenizer.json, tokenizer.model, tekken.json,
+    .tiktoken or directory), tokenizer.json, the GGUF file's own (`metadata`), tokenizer.model, tekken.json,
+    the config's `tokenizer_vocab`, the built-in vocabulary of the size `vocab_size`. Its `name` shows which
+    it was.
     """
     config = config or {}
     with _blame_files("tokenizer", directory):
@@ -112,6 +113,8 @@ def _load_named(vocab: str, oxidizr: bool) -> TextTokenizer:
             return found
     elif path.suffix == ".tiktoken" and path.exists():
         return tiktoken_tokenizer(path, pattern or None, oxidizr)
+    elif is_tekken(path) and path.exists():
+        return tekken_tokenizer(path)
     elif path.suffix == ".json" and path.exists():
         return load_hf_tokenizer(path, _files(path.parent))
     elif path.suffix == ".model" and path.exists():
@@ -120,7 +123,7 @@ def _load_named(vocab: str, oxidizr: bool) -> TextTokenizer:
         return _rwkv(path)
     raise ConfigError(
         f"vocab: {vocab!r} is neither a built-in vocabulary ({', '.join(BUILTIN)}) nor a tokenizer.json, "
-        "tokenizer.model or .tiktoken file, nor a directory with one"
+        "tokenizer.model, tekken.json or .tiktoken file, nor a directory with one"
     )
 
 
@@ -132,6 +135,8 @@ def _from_files(directory: Path) -> TextTokenizer | None:
         return _sentencepiece(directory / "tokenizer.model")
     if (directory / "tokenizer.jsonl").exists():
         return _plamo(directory / "tokenizer.jsonl")
+    if (directory / TEKKEN).exists():
+        return tekken_tokenizer(directory / TEKKEN)
     if (directory / rwkv.FILE).exists():
         return _rwkv(directory / rwkv.FILE)
     for name, kind in _UNREADABLE.items():
