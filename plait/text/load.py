@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any
 from plait.errors import BadFile, ConfigError, UnsupportedFormat
 from plait.text.chat.jinja import JinjaTemplate
 from plait.text.chat.markers import FORMATS, MarkerTemplate
+from plait.text.chat.tekken import TekkenTemplate
 from plait.text.chat.template import ChatTemplate
 from plait.text.tokenizers import gguf_files, rwkv
 from plait.text.tokenizers.builtin import builtin_tokenizer, tiktoken_tokenizer
@@ -19,10 +21,11 @@ from plait.text.tokenizers.gguf import gguf_tokenizer
 from plait.text.tokenizers.hf import TokenizerFiles, hf_tokenizer, load_hf_tokenizer, read_special_tokens
 from plait.text.tokenizers.plamo import plamo_metadata
 from plait.text.tokenizers.sentencepiece_file import sentencepiece_metadata
-from plait.text.tokenizers.tekken import TEKKEN, is_tekken, tekken_tokenizer
+from plait.text.tokenizers.tekken import TEKKEN, VERSIONS, is_tekken, read_tekken_head, tekken_tokenizer
 from plait.text.tokenizers.tokenizer import TextTokenizer, Tokenizer
 from plait.text.tokenizers.vocabularies import BUILTIN, detect_vocabulary
 
+log = logging.getLogger("plait")
 _UNREADABLE = {
     "vocab.json": "vocab.json and merges.txt",
     "vocab.txt": "WordPiece",
@@ -198,8 +201,9 @@ def load_chat_template(
     """The chat template of a model; None when it has none.
 
     In this order: `option` (`--chat-template`: a file, or oxidizr, blazr, chatml), chat_template.jinja,
-    tokenizer_config.json, chat_template.json, the GGUF file's; a model in oxidizr's format without any has
-    the format it was trained on. Raises ConfigError for an option that cannot be honoured.
+    tokenizer_config.json, chat_template.json, the GGUF file's. Without any, a model with tekken.json has the
+    format of its version, and one in oxidizr's format that which it was trained on. Raises ConfigError for an
+    option that cannot be honoured.
     """
     metadata = metadata or {}
     with _blame_files("chat template", directory):
@@ -214,9 +218,25 @@ def load_chat_template(
         name, sources = _sources(directory, metadata, option)
         if sources:
             return JinjaTemplate(name, sources, tokenizer, _variables(directory, metadata, tokenizer))
+        if directory is not None and (directory / TEKKEN).exists():
+            return _tekken_template(directory / TEKKEN, tokenizer)
         if oxidizr and tokenizer.token_id("<|assistant|>") in tokenizer.special_ids:
             return MarkerTemplate("oxidizr", tokenizer)
         return None
+
+
+def _tekken_template(path: Path, tokenizer: Tokenizer) -> TekkenTemplate | None:
+    """The chat format of a tekken.json's version; None, with a warning, for one that cannot be written."""
+    head = read_tekken_head(path)
+    if (version := head.config.version) not in VERSIONS:
+        log.warning("no chats: %s has the version %.20r, known are %s", path, version, ", ".join(VERSIONS))
+        return None
+    template = TekkenTemplate(head, tokenizer)
+    if template.missing:
+        lacks = ", ".join(template.missing)
+        log.warning("no chats: %s lacks %s of %s", tokenizer.name, lacks, template.name)
+        return None
+    return template
 
 
 def template_sources(directory: Path | None, metadata: Mapping[str, object] | None) -> dict[str, str]:

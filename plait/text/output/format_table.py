@@ -235,6 +235,13 @@ FORMATS: Mapping[str, ToolFormat] = {
             id_length=9,
         ),
         ToolFormat(
+            "mistral_list",
+            _mistral,
+            json_frame("[TOOL_CALLS][", "]"),
+            signs=(("[TOOL_CALLS][",),),
+            id_length=9,
+        ),
+        ToolFormat(
             "mistral", _mistral, json_frame("[TOOL_CALLS] [", "]"), tokens=("[TOOL_CALLS]",), id_length=9
         ),
         ToolFormat(

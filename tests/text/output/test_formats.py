@@ -207,6 +207,7 @@ def test_the_markers_that_must_be_shown_are_named() -> None:
         (f"{DS['begin']} ```json", (), "deepseek"),
         (f"{DS['begin']} tools", (), "deepseek_v31"),
         ("[TOOL_CALLS] [ARGS]", (), "mistral_args"),
+        ("{{ '[TOOL_CALLS][' }}", (), "mistral_list"),
         ("<|channel|> to=functions.", (), "harmony"),
         ("<|tool_calls_section_begin|>", (), "kimi"),
         ("<function_calls>\nf(a=1)\n</function_calls>", (), "olmo"),

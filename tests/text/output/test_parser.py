@@ -59,6 +59,7 @@ WRITERS: list[tuple[str, Callable[[list[Call]], str]]] = [
     ("granite", listed("<|tool_call|>", "")),
     ("granite", tagged("<tool_call>", "</tool_call>")),
     ("mistral", listed("[TOOL_CALLS] ", "")),
+    ("mistral_list", listed("[TOOL_CALLS]", "")),
     ("mistral", lambda calls: "".join(f"[TOOL_CALLS]{n}[ARGS]{json.dumps(a)}" for n, a in calls)),
     (
         "mistral",
