@@ -58,7 +58,9 @@ class EngineConfig:
         (), "a fused op to leave out: the ops that it replaces run (`plait info --ops`); may be repeated"
     )
     vocab: str | None = option(
-        None, "vocabulary: cl100k_base, o200k_base, llama3, deepseek_v3, a .tiktoken or tokenizer.json file"
+        None,
+        "vocabulary: cl100k_base, o200k_base, llama3, deepseek_v3, "
+        "a .tiktoken, tokenizer.json or tekken.json file",
     )
     chat_template: str | None = option(
         None, "a Jinja file or a built-in name, used instead of the model's own"

@@ -45,7 +45,7 @@ def vocabulary_keys(opened: Opened, *, is_own: bool = False) -> dict[str, object
         return {key: metadata[key] for key in metadata if key.startswith(CARRIED)}
     directory, tokenizer = named_files or opened.text_directory, readable_tokenizer(opened)
     if tokenizer is None or directory is None or not _has_files(directory):
-        log.warning("no tokenizer is carried along: the model has none in a file that Plait reads")
+        log.warning("no tokenizer is carried along: the model has none in a file that is converted")
         return {f"{KEY}model": NONE, **_templates(opened), **_generation(opened)}
     said = (
         {}
