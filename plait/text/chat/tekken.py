@@ -33,6 +33,7 @@ _MARKERS = {
     11: "[ARGS]",
     15: "[MODEL_SETTINGS] [/MODEL_SETTINGS]",
 }
+_KEYS = ("role", "content", "tool_calls", "tool_call_id")
 _Parts = list[int | str]
 _Group = tuple[str, Sequence[Message]]
 
@@ -57,9 +58,9 @@ class TekkenTemplate:
         self._ids = {t: p[0] for t, p in split.items() if len(p) == 1 and isinstance(p[0], int)}
         self.missing = [text for text in needed if text not in self._ids]
         self._thinks = self._version >= 13 and self._ids.keys() >= set(_THINK)
-        self.source = " ".join([*needed, *(_THINK if self._thinks else ())])
-        if self._version < 11:
-            self.source += " [TOOL_CALLS][{"
+        # No program, but what others look for in one: markers, and the keys of messages that are read.
+        shown = [*needed, *((*_THINK, *THOUGHTS) if self._thinks else ()), *_KEYS]
+        self.source = " ".join([*shown, *(["[TOOL_CALLS][{"] if self._version < 11 else [])])
         self._efforts, self._usual_effort = _read_efforts(head) if self._version >= 15 else ([], None)
         switches = (_EFFORT, _SWITCH) if self._efforts else ()
         self.variables = frozenset({"tools", *switches})

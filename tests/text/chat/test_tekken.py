@@ -85,6 +85,10 @@ def test_replies_are_read_in_the_format_of_the_version(
     assert tools is not None
     assert (tools.name, reasoning and reasoning.name) == (calls, thinking)
     assert template.name == f"tekken.json {version}"
+    assert ("tool_call_id" in template.source, "reasoning_content" in template.source) == (
+        True,
+        bool(thinking),
+    )
 
 
 def test_the_text_that_a_reply_goes_on_from_keeps_its_spaces(tmp_path: Path) -> None:
