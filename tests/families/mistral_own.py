@@ -13,6 +13,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.text import tekken_files
+
 VOCAB, HIDDEN, HEADS, KV_HEADS, SIZE = 97, 32, 4, 2, 8
 SHARED: dict[str, Any] = dict(vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=2, rms_norm_eps=1e-5)
 PLAIN: dict[str, Any] = dict(
@@ -144,6 +146,15 @@ def write_both(name: str, folder: Path) -> tuple[Path, Path]:
     model.save_pretrained(folder / "hf")
     write_own(folder / "own", load_file(folder / "hf/model.safetensors"), params)
     return folder / "hf", folder / "own"
+
+
+def write_chat_model(folder: Path, tekken: dict[str, Any]) -> None:
+    """A tiny Mistral in its own files, with a vocabulary."""
+    size = tekken["config"]["default_vocab_size"]
+    torch.manual_seed(0)
+    config = transformers.MistralConfig(**{**PLAIN, "vocab_size": size}, rope_theta=1e6, sliding_window=None)
+    write_own(folder, transformers.MistralForCausalLM(config).state_dict(), {**OWN, "vocab_size": size})
+    tekken_files.write(folder, tekken)
 
 
 def write_own(folder: Path, tensors: Mapping[str, Tensor], params: Mapping[str, Any]) -> None:

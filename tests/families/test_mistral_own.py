@@ -20,6 +20,7 @@ from plait.loading.open_model import Opened, open_model
 from plait.quant.weight import as_tensor
 from plait.request import SamplingParams
 from tests.families import mistral_own
+from tests.text import tekken_files
 
 
 def opened(folder: Path) -> Opened:
@@ -45,6 +46,17 @@ def test_texts_are_those_of_transformers_files(name: str, tmp_path: Path) -> Non
         with LLM(str(folder), ops="reference") as llm:
             texts.append(llm.generate([prompt], params)[0].outputs[0].token_ids)
     assert texts[0] == texts[1]
+
+
+def test_chats_have_the_format_of_the_vocabularys_version(tmp_path: Path) -> None:
+    mistral_own.write_chat_model(tmp_path, tekken_files.content("v13"))
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello [INST]"}]
+    with LLM(str(tmp_path), ops="reference") as llm:
+        (found,) = llm.chat(messages, SamplingParams(max_tokens=4, temperature=0.0))
+    assert len(found.outputs[0].token_ids) == 4
+    marks = [i for i in found.prompt_token_ids if i < 32]  # control tokens, none of which a user can write
+    names = tekken_files.RECORDED["special_tokens"]
+    assert [names[i] for i in marks] == ["<s>", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[INST]", "[/INST]"]
 
 
 def test_weights_in_fp8_have_their_scales(tmp_path: Path) -> None:
