@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from plait import LLM
 from plait.config import EngineConfig
 from plait.errors import ConfigError
+from plait.families.config.limits import MAX_SIZE
 from plait.loading.open_model import open_model
 from plait.request import SamplingParams
 from plait.spec.recurrent import MergedIdsSpec
@@ -63,7 +64,7 @@ def test_a_draft_model_has_the_table_of_its_own_tokenizer(folder: Path) -> None:
     assert replies[0] == replies[1]
 
 
-@pytest.mark.parametrize("size", [4, 10**9])
+@pytest.mark.parametrize("size", [4, MAX_SIZE])
 def test_blocks_of_candidates_are_no_longer_than_a_text(folder: Path, size: int) -> None:
     add_tokenizer(folder)
     change(folder, engram_compressed_vocab_size=71, candidate_block_size=size)
