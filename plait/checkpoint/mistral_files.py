@@ -48,7 +48,7 @@ _SENSES = {
     "pre_mm_projector_norm.": "multi_modal_projector.norm.",
     **{f"{x}.": f"audio_tower.{x}." for x in ("mm_whisper_embeddings", "mm_streams_embeddings")},
 }
-_TURNED = re.compile(r"\.self_attn\.([qk])_proj\.\w+$")
+_TURNED = re.compile(r"layers\.\d+\.attention\.w([qk])\.\w+")  # of what has transformers' names none is
 
 
 def rename_tensor(name: str) -> str:
@@ -144,7 +144,7 @@ class MistralFiles:
 
     def read(self, name: str) -> Tensor:
         """Rows of queries and keys are a copy. Raises UnsupportedFormat for scales of blocks across heads."""
-        value, match = self._files.read(self._find(name)), _TURNED.search(name)
+        value, match = self._files.read(self._find(name)), _TURNED.fullmatch(self._find(name))
         if match is None or self._heads.is_latent or value.numel() == 1:
             return value
         count, size = self._heads.queries if match[1] == "q" else self._heads.keys, self._heads.size

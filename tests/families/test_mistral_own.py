@@ -136,6 +136,15 @@ def test_counts_that_no_model_has_are_refused(changes: dict[str, Any], tmp_path:
         opened(own)
 
 
+def test_tensors_with_transformers_names_stay_in_their_order(tmp_path: Path) -> None:
+    hf, _ = mistral_own.write_both("mistral", tmp_path)
+    (hf / "model.safetensors").rename(hf / "consolidated.safetensors")
+    (hf / "params.json").write_text(json.dumps(mistral_own.OWN))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    stored = load_file(hf / "consolidated.safetensors")[name]
+    assert torch.equal(as_tensor(opened(hf).checkpoint.read(name)), stored)
+
+
 def test_two_names_of_one_weight_are_refused(tmp_path: Path) -> None:
     tensors = {"norm.weight": torch.zeros(4), "model.norm.weight": torch.zeros(4)}
     save_file(tensors, tmp_path / "consolidated.safetensors")
