@@ -22,7 +22,7 @@ KERNEL_FILE_LINES, KERNEL_FUNCTION_LINES = 600, 150
 # lines go; it is raised in a commit of its own that says why, or not at all.
 CAPS = {
     ".": 2_270,
-    "bench": 4_250,
+    "bench": 4_360,
     "checkpoint": 6_000,
     "cli": 6_770,
     "cluster": 3_600,

@@ -91,6 +91,7 @@ def load_side(path: str) -> Any:
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look for it there
     spec.loader.exec_module(module)
     found = [
         value
@@ -115,7 +116,8 @@ class Child:
         return {**self.side.facts, "startup_s": round(startup, 2), "loaded_mib": memory_mib("VmRSS")}
 
     def memory(self) -> dict[str, object]:
-        return {"peak_mib": memory_mib("VmHWM")}
+        """The most memory so far, and what the side noticed while it was measured (`observed`)."""
+        return {"peak_mib": memory_mib("VmHWM"), **getattr(self.side, "observed", {})}
 
     def run(self, do: str, **given: object) -> Any:
         own: dict[str, Callable[..., Any]] = {"load": self.load, "memory": self.memory}
@@ -133,7 +135,8 @@ def answers(child: Child, lines: Iterator[str]) -> Iterator[dict[str, object]]:
         except NotImplementedError as error:
             yield {"cannot": str(error)}
         except Exception as error:
-            traceback.print_exc()
+            if type(error).__module__ != "plait.errors":  # of those the message says all
+                traceback.print_exc()
             yield {"error": " ".join(str(error).split())[:500], "type": type(error).__name__}
     if child.side is not None:
         child.side.close()

@@ -4,22 +4,55 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
     from plait import SamplingParams
     from plait.config import EngineConfig
+    from plait.request import Event
     from plait.schedule.plan import SamplingBatch, StepPlan, Ticket
+    from plait.spec.canvas import AnyCanvas
 
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class TimedStep:
+    """`writes`: it computed logits for a token to write, not only a part of a prompt."""
+
+    tokens: int
+    sequences: int
+    writes: bool
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class TimedRun:
+    """`written`: (how many steps had run, of which request, how many new tokens)."""
+
+    steps: list[TimedStep]
+    written: list[tuple[int, str, int]]
+
+    def behind_first(self, count: int) -> tuple[float, int, int]:
+        """(seconds, tokens written, steps) from when each of `count` requests had written some."""
+        seen, begun = set[str](), 0
+        for num_steps, request, _ in self.written:
+            if request not in seen:
+                seen.add(request)
+                begun = num_steps
+            if len(seen) == count:
+                break
+        made = sum(num_tokens for num_steps, _, num_tokens in self.written if num_steps > begun)
+        behind = self.steps[begun:]
+        return sum(step.seconds for step in behind), made, len(behind)
+
+
 class Timed:
-    """A runner that records how long each step took: (tokens, sequences, seconds)."""
+    """A runner that records how long each step took."""
 
     def __init__(self, runner: object) -> None:
-        self._runner, self.steps = runner, []  # type: Any, list[tuple[int, int, float]]
+        self._runner, self.steps = runner, []  # type: Any, list[TimedStep]
 
     def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
         """Run a step. Its ticket is done, so that the time of a step is its own."""
@@ -34,7 +67,9 @@ class Timed:
     def _time(self, plan: StepPlan, run: Callable[[], T]) -> T:
         started = time.perf_counter()
         result = run()
-        self.steps.append((plan.num_tokens, len(plan.chunks), time.perf_counter() - started))
+        seconds = time.perf_counter() - started
+        writes = any(chunk.num_logits for chunk in plan.chunks)
+        self.steps.append(TimedStep(plan.num_tokens, len(plan.chunks), writes, seconds))
         return result
 
     def __getattr__(self, name: str) -> object:
@@ -42,7 +77,11 @@ class Timed:
 
 
 class PlaitSide:
-    """`options`: fields of EngineConfig. Level "runner" steps the loaded runner from this thread."""
+    """`options`: fields of EngineConfig. Level "runner" steps the loaded runner from this thread.
+
+    A model that fills canvases writes several tokens in several passes, the first of them in the step of its
+    prompt's end. So a decode is timed behind its first canvas. `observed`: how many tokens a pass wrote.
+    """
 
     def __init__(
         self,
@@ -54,16 +93,14 @@ class PlaitSide:
     ) -> None:
         import plait
         from plait import LLM
-        from plait.errors import ConfigError
 
         given = choose_image({"max_model_len": max_model_len, "max_num_seqs": max_num_seqs, **options})
         if threads:
             given["threads"] = threads
         self.llm = LLM(model, **given)
-        if self.llm.front.spec.canvas is not None:
-            self.llm.close()
-            raise ConfigError(f"{model} writes no single tokens to be timed; use `plait bench serve`")
         self._loaded = cast(Any, self.llm._loaded)
+        self._canvas = find_canvas(self._loaded)
+        self._num_passes, self._num_written, self.observed = 0, 0, {}  # type: int, int, dict[str, float]
         self.facts: dict[str, object] = {
             "engine": "plait",
             "version": plait.__version__,
@@ -86,28 +123,39 @@ class PlaitSide:
         return found
 
     def prefill(self, ids: list[int], level: str) -> float:
-        if level == "runner":
-            return sum(seconds for _, _, seconds in self._steps([ids], 1))
-        return self._stream(ids, 1)[0]
+        if level != "runner":
+            return self._stream(ids, self._canvas.size if self._canvas else 1)[0]
+        steps = self._run([ids], 1).steps
+        first = next(i for i, step in enumerate(steps) if step.writes)
+        return sum(step.seconds for step in steps[: first + 1])
 
     def decode(self, ids: list[int], tokens: int, level: str) -> float:
-        if level == "runner":
-            return sum(seconds for _, _, seconds in self._steps([ids], tokens + 1)[-tokens:])
-        return self._stream(ids, tokens + 1)[1]
+        if level != "runner":
+            return self._stream(ids, tokens + 1)[1]
+        if not self._canvas:
+            return sum(step.seconds for step in self._run([ids], tokens + 1).steps[-tokens:])
+        seconds, made, passes = self._run([ids], tokens + self._canvas.size).behind_first(1)
+        self._num_passes, self._num_written = self._num_passes + passes, self._num_written + made
+        self.observed = {"tokens_per_pass": round(self._num_written / self._num_passes, 2)}
+        return seconds * tokens / made
 
     def batch(self, prompts: list[list[int]], tokens: int, level: str) -> dict[str, float]:
         started, count = time.perf_counter(), len(prompts)
         if level != "runner":
             made = sum(len(ids) for ids in self.greedy(prompts, tokens))
             return {"seconds": time.perf_counter() - started, "tokens": made}
-        steps = self._steps(prompts, tokens)
+        run = self._run(prompts, tokens + (self._canvas.size if self._canvas else 0))
         seconds = time.perf_counter() - started
-        full = [took for rows, seqs, took in steps if rows == seqs == count]
+        if self._canvas:
+            decode_seconds, made, _ = run.behind_first(count)
+        else:
+            full = [step.seconds for step in run.steps if step.tokens == step.sequences == count]
+            decode_seconds, made = sum(full), count * len(full)
         return {
             "seconds": seconds,
-            "tokens": count * tokens,
-            "decode_seconds": sum(full),
-            "decode_tokens": count * len(full),
+            "tokens": sum(num_tokens for _, _, num_tokens in run.written),
+            "decode_seconds": decode_seconds,
+            "decode_tokens": made,
         }
 
     def close(self) -> None:
@@ -116,25 +164,39 @@ class PlaitSide:
     def _params(self, tokens: int) -> SamplingParams:
         from plait import SamplingParams
 
-        return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, repetition_penalty=1.0)
+        return SamplingParams(
+            temperature=0.0,
+            max_tokens=tokens,
+            ignore_eos=True,
+            repetition_penalty=1.0,
+            seed=0,  # some canvases begin with noise
+        )
 
-    def _steps(self, prompts: list[list[int]], tokens: int) -> list[tuple[int, int, float]]:
+    def _run(self, prompts: list[list[int]], tokens: int) -> TimedRun:
         """Run prompts to their end on an engine of our own, over the loaded runner and its memory."""
         from plait.engine.core import Engine
 
-        loaded, failed = self._loaded, []
+        loaded, failed, written = self._loaded, [], list[tuple[int, str, int]]()
         spec, runner = loaded.front.spec, Timed(loaded.runner)
-        scheduler = loaded.sizing.scheduler(loaded.config, causal=spec.causal)
+
+        def note(event: Event) -> None:
+            if event.error:
+                failed.append(event.error)
+            if event.token_ids:
+                written.append((len(runner.steps), event.request_id, len(event.token_ids)))
+
+        canvas = {"canvas": self._canvas} if self._canvas else {}  # some revisions do not take it
+        scheduler = loaded.sizing.scheduler(loaded.config, causal=spec.causal, **canvas)
         length = loaded.front.max_model_len
         engine = Engine(runner, scheduler, vocab_size=spec.vocab_size, max_model_len=length)
         for ids in prompts:
             request = loaded.front.prepare(ids, self._params(tokens))
-            engine.submit(request, lambda event: failed.append(event.error) if event.error else None)
+            engine.submit(request, note)
         while engine.step():
             pass
         if failed:
             raise failed[0]
-        return runner.steps
+        return TimedRun(runner.steps, written)
 
     def _stream(self, ids: list[int], tokens: int) -> tuple[float, float]:
         """(seconds to the first token, seconds from there to the last)."""
@@ -146,6 +208,15 @@ class PlaitSide:
                 count, last = delta.num_tokens, time.perf_counter()
                 first = first or last
         return first - started, last - first
+
+
+def find_canvas(loaded: Any) -> AnyCanvas | None:
+    """What the model's texts are written on, as the options have it; some revisions know none."""
+    if (canvas := getattr(loaded.front.spec, "canvas", None)) is None:
+        return None
+    from plait.loading.make_engine import choose_canvas
+
+    return choose_canvas(canvas, loaded.config)
 
 
 def choose_image(options: dict[str, Any]) -> dict[str, Any]:

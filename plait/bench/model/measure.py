@@ -75,14 +75,19 @@ class MeasureSizes:
     tokens: int = 32
     repeats: int = 3
 
-    def measures(self, max_len: int) -> list[Measure]:
-        """Everything to measure on a model of `max_len` tokens."""
+    def measures(self, max_len: int, canvas: int = 0) -> list[Measure]:
+        """Everything to measure on a model of `max_len` tokens that writes whole canvases, if it does.
+
+        A stream of canvases has no time per token: its decode is timed step by step only.
+        """
         tokens = max(1, min(self.tokens, max_len // 4))
+        if canvas:
+            tokens = -(-tokens // canvas) * canvas
         room = max_len - tokens - 1
         half = max(1, min(PROMPT_OF_BATCH, (max_len - 1) // 2))
         found: dict[Kind, list[Measure]] = {
             "decode": [Measure("decode", "runner", n, tokens) for n in cap_sizes(self.contexts, room)]
-            + [Measure("decode", "llm", n, tokens) for n in cap_sizes((128,), room)],
+            + [Measure("decode", "llm", n, tokens) for n in cap_sizes((128,), room) if not canvas],
             "prefill": [Measure("prefill", "runner", n) for n in cap_sizes(self.lengths, max_len - 1)],
             "ttft": [Measure("ttft", "llm", n) for n in cap_sizes(self.prompts, max_len - 1)],
             "batch": [Measure("batch", "runner", n, tokens, min(half, room)) for n in unique(self.batches)],

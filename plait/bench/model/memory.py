@@ -20,7 +20,10 @@ EXPERTS = re.compile(r"\.experts\.|_exps\.|block_sparse_moe\.(?:input|output)_li
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """`nbytes`: the files'; `read_per_token`: of these, what one decode step of one sequence must read."""
+    """`nbytes`: the files'; `read_per_token`: of these, what one decode step of one sequence must read.
+
+    `canvas`: how many tokens the model writes at a time, in several passes; 0: one, in one step.
+    """
 
     path: str
     family: str
@@ -28,6 +31,7 @@ class Footprint:
     nbytes: int
     read_per_token: int
     max_len: int
+    canvas: int
     vocab_size: int
     tokenizer: Tokenizer | None
 
@@ -38,6 +42,7 @@ class Footprint:
             "formats": dict(self.formats),
             "nbytes": self.nbytes,
             "read_per_token": self.read_per_token,
+            "canvas": self.canvas,
         }
 
 
@@ -56,6 +61,7 @@ def footprint(model: str, settings: Mapping[str, Any]) -> Footprint:
         nbytes=opened.nbytes,
         read_per_token=read_per_token(opened),
         max_len=longest,
+        canvas=spec.canvas.size if spec.canvas else 0,
         vocab_size=spec.vocab_size,
         tokenizer=opened.tokenizer(),
     )

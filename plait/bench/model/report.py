@@ -67,7 +67,9 @@ def summary(result: Facts) -> Iterator[str]:
     yield f"{machine['cpu']}, {machine['cores']} CPUs, {result['threads']} threads; {machine['commit']}"
     yield f"{formats}; {mega:.1f} MB of weights are read per token"
     best = probe["all_threads_gb_s"]
-    roof = f"at most {number(best * 1e9 / model['read_per_token'])} tok/s for one sequence"
+    per_second = number(best * 1e9 / model["read_per_token"])
+    what = f"passes/s, each over {model['canvas']} tokens" if model["canvas"] else "tok/s for one sequence"
+    roof = f"at most {per_second} {what}"
     yield (
         f"reading {probe['nbytes'] / 1e6:.0f} MB: {probe['one_thread_gb_s']} GB/s with one thread, {best} "
         f"with all: {roof}"
@@ -76,8 +78,14 @@ def summary(result: Facts) -> Iterator[str]:
     yield (
         f"checked: {checks['batch_size']} requests at once write what each writes alone for "
         f"{checks['batch_equals_single_for']} {of}; the reference ops write the same for "
-        f"{checks['equals_reference_for']}, and find none of the first {checks['wanted']} further than "
-        f"{checks['largest_gap']:.2g} (in logits) below their own choice"
+        f"{checks['equals_reference_for']}" + ("" if model["canvas"] else describe_gap(checks))
+    )
+
+
+def describe_gap(checks: Facts) -> str:
+    return (
+        f", and find none of the first {checks['wanted']} further than {checks['largest_gap']:.2g} "
+        "(in logits) below their own choice"
     )
 
 
@@ -123,8 +131,13 @@ def sides_table(result: Facts) -> Table:
 
 
 def notes(result: Facts) -> Iterator[str]:
-    """Why a side has no number, once for each reason; and which Plait was started without a startup image."""
+    """Why a side has no number, once for each reason; and which Plait was started without a startup image.
+
+    Of models that fill canvases how many tokens each pass wrote.
+    """
     for name, side in result["sides"].items():
+        if per_pass := side.get("tokens_per_pass"):
+            yield f"{name}: a pass of a decode wrote {per_pass:g} tokens"
         if side.get("startup_image", "used") != "used":
             yield f"{name}: start-up and memory are without a startup image: {side['startup_image']}"
     reasons = {f"{name}: {why}" for row in result["rows"] for name, why in row["cannot"].items()}

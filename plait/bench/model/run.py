@@ -59,7 +59,7 @@ def bench_model(job: Job, say: Say = lambda text: None) -> Facts:
     Raises WrongOutput before any number is there; ConfigError, CheckpointError, EngineError.
     """
     about = footprint(job.model, job.settings)
-    measures = job.workload.measures(about.max_len)
+    measures = job.workload.measures(about.max_len, about.canvas)
     with ExitStack() as stack:
         running = _load(job, about, measures, stack, say)
         threads = running[0].facts["threads"]
@@ -97,9 +97,12 @@ def bench_model(job: Job, say: Say = lambda text: None) -> Facts:
 
 
 def plain_rows(rows: Sequence[Row], running: Sequence[Running], about: Footprint) -> list[Facts]:
-    """Rows as JSON; every side of the same files is compared with the same bytes of weights."""
-    roofs = {r.side.name: float(about.read_per_token) for r in running if r.contestant.model == about.path}
-    return [row.plain(OURS, roofs) for row in rows]
+    """Rows as JSON; every side of the same files is compared with the same bytes of weights.
+
+    A pass over a canvas reads them for several tokens: no share of a roof is reported for those.
+    """
+    same = [r for r in running if r.contestant.model == about.path and not about.canvas]
+    return [row.plain(OURS, {r.side.name: float(about.read_per_token) for r in same}) for row in rows]
 
 
 def side_facts(r: Running, written: Facts | None) -> Facts:
@@ -174,6 +177,9 @@ def check(
     way or that by the last bit of a sum, which hides faults of a kernel. So the model runs once more with
     `precise`, where no choice may be further than `TIE` below the reference's. As it is measured, no choice
     may be further than `ROUNDING`. Of the other sides it is reported how far they agree with ours.
+
+    No logits say what a place of a canvas was chosen from. So with `precise` the text of a model that fills
+    canvases must be the reference ops', and nothing is required of the text as it is measured.
     """
     tokens = max(1, min(CHECKED_TOKENS, about.max_len // 3))
     wanted = min(job.check_tokens, tokens)
@@ -186,7 +192,12 @@ def check(
             f"{together} tokens only, and {wanted} are required; --check-tokens lowers the bar"
         )
     few, say = many[:CHECKED_PROMPTS], alone[:CHECKED_PROMPTS]
-    agreed, gaps = _compare_reference(job, few, say, wanted)
+    agreed, gaps = _compare_reference(job, few, say, 0 if about.canvas else wanted)
+    if about.canvas and min(agreed) < wanted:
+        raise WrongOutput(
+            f"{job.model}: the reference ops write another text with precise than {OURS} does after "
+            f"{min(agreed)} tokens, and {wanted} are required; `plait bench op` finds the op"
+        )
     for gap, limit, how in zip(gaps, (TIE, ROUNDING), (" with precise", ""), strict=True):
         if gap > limit:
             raise WrongOutput(
