@@ -108,7 +108,7 @@ def convert(model: str, out: Path, overrides: tuple[str, ...], **given: Any) -> 
 def comparison_lines(found: Comparison) -> list[str]:
     """The lines that `--verify` prints: perplexity and logits, before and after."""
     lines = [f"  on {found.tokens} tokens of {found.text}, both with weights in float32:"]
-    if found.is_text:
+    if found.before is not None and found.after is not None:
         lines.append(f"  perplexity {found.before:.4f} before, {found.after:.4f} after")
     lines.append(
         f"  logits: largest difference {found.worst:.3g}, mean KL {found.kl_mean:.3g} nats, "

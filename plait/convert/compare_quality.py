@@ -18,6 +18,7 @@ from plait.kernels.load import executor, load_kernels
 from plait.loading.open_model import Opened, load_decoder, open_model
 from plait.loading.probe_scorer import single_runner
 from plait.resource_limits import default_threads
+from plait.spec.canvas import AnyCanvas, CanvasSpec, NoisyCanvasSpec
 from plait.text.tokenizers.tokenizer import Tokenizer
 
 Progress = Callable[[str, int, int], None]
@@ -47,13 +48,12 @@ def strokes(width, current, speed=1.4):
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How far apart two models are. Perplexities mean something if `is_text`; KL is in nats."""
+    """How far apart two models are. `before`, `after`: perplexities, if they mean anything. KL is in nats."""
 
     text: str
-    is_text: bool
     tokens: int
-    before: float
-    after: float
+    before: float | None
+    after: float | None
     worst: float
     kl_mean: float
     kl_p99: float
@@ -69,8 +69,10 @@ def compare(order: Order, progress: Progress, ops: str = "auto") -> Comparison:
     ids, is_text = _tokens(source)
     result = open_model(str(order.out), EngineConfig(device="cpu", plugins=order.plugins))
     target = _target(len(ids), ops, order.threads or default_threads()[0])
-    before, after = (model_logits(opened, ids, target, progress) for opened in (source, result))
-    return compare_logits(ids, before, after, is_text)
+    canvas = source.resolved.spec.canvas
+    read = mask_places(ids, canvas)
+    before, after = (model_logits(opened, read, target, progress) for opened in (source, result))
+    return compare_logits(before, after, ids, is_text, canvas)
 
 
 def _tokens(opened: Opened) -> tuple[list[int], bool]:
@@ -113,7 +115,16 @@ def model_logits(
         runner.close()
 
 
-def compare_logits(ids: Sequence[int], before: Tensor, after: Tensor, is_text: bool) -> Comparison:
+def mask_places(ids: Sequence[int], canvas: AnyCanvas | None) -> list[int]:
+    """What the models read: of one that fills masked places every other token is masked."""
+    if not isinstance(canvas, CanvasSpec):
+        return list(ids)
+    return [canvas.mask_token if i % 2 else token for i, token in enumerate(ids)]
+
+
+def compare_logits(
+    before: Tensor, after: Tensor, ids: Sequence[int], is_text: bool, canvas: AnyCanvas | None = None
+) -> Comparison:
     """The numbers. Logits: [tokens, vocab]; what one side has beyond the other is padding."""
     width = min(before.shape[1], after.shape[1])
     before, after = before[:, :width], after[:, :width]
@@ -121,10 +132,9 @@ def compare_logits(ids: Sequence[int], before: Tensor, after: Tensor, is_text: b
     kl = (p.exp() * (p - q)).sum(-1).clamp(min=0).double()
     return Comparison(
         "a fixed text" if is_text else "random ids",
-        is_text,
         len(ids),
-        _perplexity(ids, p),
-        _perplexity(ids, q),
+        _perplexity(ids, p, canvas) if is_text else None,
+        _perplexity(ids, q, canvas) if is_text else None,
         float((before - after).abs().max()),
         float(kl.mean()),
         float(kl.quantile(0.99)),
@@ -132,8 +142,10 @@ def compare_logits(ids: Sequence[int], before: Tensor, after: Tensor, is_text: b
     )
 
 
-def _perplexity(ids: Sequence[int], log_probs: Tensor) -> float:
-    if len(ids) < 2:
-        return math.nan
-    targets = torch.tensor(ids[1:])
-    return math.exp(-float(log_probs[:-1].gather(1, targets.unsqueeze(1)).double().mean()))
+def _perplexity(ids: Sequence[int], log_probs: Tensor, canvas: AnyCanvas | None) -> float | None:
+    """Of each next token, or of each masked one. None: it writes out of noise, or the text is short."""
+    if len(ids) < 2 or isinstance(canvas, NoisyCanvasSpec):
+        return None
+    rows = log_probs[1::2] if canvas else log_probs[:-1]
+    targets = torch.tensor(ids[1::2] if canvas else ids[1:])
+    return math.exp(-float(rows.gather(1, targets.unsqueeze(1)).double().mean()))
