@@ -41,7 +41,7 @@ CAPS = {
     "server": 18_920,
     "spec": 1_400,
     "state": 2_100,
-    "text": 10_300,
+    "text": 10_440,
     "verify": 3_430,
     "worker": 2_490,
 }

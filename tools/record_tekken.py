@@ -76,6 +76,11 @@ CALLS = {
 }
 RESULTS = (answer("abcdefgh2", "[1,2]"), answer("abcdefgh1", "21 \u00b0C"))
 THOUGHT = {"role": "assistant", "content": "Yes.", "reasoning_content": "Is it? "}
+TEXT_PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+FIRST_THOUGHT = {"type": "thinking", "thinking": "How?", "closed": True}
+TAUGHT = {"role": "system", "content": [*TEXT_PARTS, FIRST_THOUGHT, {"type": "text", "text": "[/THINK]c"}]}
+SENT_BACK = {"role": "assistant", "content": [FIRST_THOUGHT, *TEXT_PARTS]}
+OPEN_THOUGHT = {"role": "assistant", "content": [{**FIRST_THOUGHT, "closed": False}]}
 CONVERSATIONS: Mapping[str, tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]] = {
     "plain": ([USER], []),
     "system": ([SYSTEM, USER], []),
@@ -86,6 +91,9 @@ CONVERSATIONS: Mapping[str, tuple[list[Mapping[str, Any]], list[Mapping[str, Any
     "after calls": ([SYSTEM, USER, CALLS, *RESULTS, REPLY, AGAIN], [TOOL]),
     "continued": ([USER, {**REPLY, "content": "Hi, I"}], []),
     "thought": ([USER, THOUGHT, AGAIN], []),
+    "thought sent back": ([{**USER, "content": TEXT_PARTS}, SENT_BACK, AGAIN], []),
+    "continued thought": ([USER, OPEN_THOUGHT], []),
+    "thought of the system": ([TAUGHT, USER], []),
     "text and call": ([USER, {**CALLS, "content": "Let me see."}, *RESULTS], [TOOL]),
 }
 
@@ -118,6 +126,14 @@ def as_theirs(message: Mapping[str, Any], is_last: bool) -> dict[str, Any]:
     return theirs
 
 
+def left_out(name: str) -> tuple[str, ...]:
+    """The versions that have no place for a conversation."""
+    if name == "text and call":
+        return ("v3",)
+    thinks_since_v13 = VERSIONS[:3] if "thought" in name else ()
+    return (*thinks_since_v13, "v15") if name == "thought of the system" else thinks_since_v13
+
+
 def record_chats(path: Path, version: str) -> Iterator[dict[str, Any]]:
     """The conversations that a version can render, with their ids."""
     from mistral_common.protocol.instruct.request import ChatCompletionRequest
@@ -125,7 +141,7 @@ def record_chats(path: Path, version: str) -> Iterator[dict[str, Any]]:
 
     tokenizer = MistralTokenizer.from_file(str(path))
     for name, (messages, tools) in CONVERSATIONS.items():
-        if (name == "thought" and version in VERSIONS[:3]) or (name == "text and call" and version == "v3"):
+        if version in left_out(name):
             continue
         last = len(messages) - 1
         request = ChatCompletionRequest(

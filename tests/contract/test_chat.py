@@ -150,6 +150,8 @@ def test_top_logprobs_are_refused_by_name(client: Any, wrong: dict[str, Any]) ->
         ({"role": "user", "content": [{"type": "image_url"}]}, "messages[0].content[0]"),
         ({"role": "user", "content": ["x"]}, "messages[0].content[0]"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
+        ({"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}, "messages[0].content"),
+        ({"role": "assistant", "content": [{"type": "thinking"}]}, "messages[0].content[0].thinking"),
         ("hello", "messages[0]"),
         ({"role": "user", "content": "x", "name": 5}, "messages[0].name"),
         ({"role": "assistant", "content": "x", "tool_calls": 5}, "messages[0].tool_calls"),

@@ -1,17 +1,17 @@
 """Keys in messages of a chat that nothing reads: named in the header of its reply, as unknown fields are.
 
 A message goes to the chat template with all of its keys, and so do tools, which most templates write as JSON.
-Of a part of its content the text alone is left.
+Of a part of its content text and thinking are left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from plait.text.chat.template import THOUGHTS
+from plait.text.chat.contents import THOUGHTS
 
 READ = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "refusal", *THOUGHTS})
-PART = frozenset({"type", "text"})
+PART = frozenset({"type", "text", "thinking", "closed"})
 # What clients send back of replies, and hints to caches. It would change no reply.
 HARMLESS = frozenset(
     {

@@ -16,7 +16,7 @@ from plait.request import SamplingParams
 from plait.sampling_fields import MAX_LOGPROBS, ChoiceFields, check_range, shorten
 from plait.server.api.schema import ChatRequest, CompletionRequest, Sampling
 from plait.server.api.unsupported_params import HINTS, UNREAD
-from plait.text.chat.template import THOUGHTS
+from plait.text.chat.contents import THOUGHTS, check_thinker, read_parts
 from plait.text.output import tool_schemas
 from plait.text.output.call_grammar import required_tools
 
@@ -304,12 +304,8 @@ def _check_content(message: Mapping[str, object], role: str, at: str) -> None:
         raise InvalidField(f"{at}: {shorten(content)} is neither text nor a list of parts", at)
     if not content:
         raise InvalidField(f"{at}: the list of parts is empty; send text", at)
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind != "text":
-            raise InvalidField(f"{at}[{i}]: {shorten(kind)} parts are not supported, only text", f"{at}[{i}]")
-        if not isinstance(part.get("text"), str):
-            raise InvalidField(f"{at}[{i}].text: it must be a string", f"{at}[{i}].text")
+    if any(part["type"] == "thinking" for part in read_parts(content, at)):
+        check_thinker(role, at)
 
 
 def _check_tool_calls(calls: object, at: str) -> None:

@@ -11,12 +11,14 @@ If both show the same control tokens, the first is right; if not, the second is 
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 from plait.errors import BadTemplate, CapacityError, ConfigError, InvalidField
+from plait.text.chat.contents import Part
 from plait.text.chat.sandbox import Sandbox, TemplateEnded
 from plait.text.chat.template import (
     QUESTION,
@@ -34,6 +36,7 @@ from plait.text.tokenizers.tokenizer import Tokenizer
 log = logging.getLogger("plait")
 MAX_CHARS = 256 << 10  # of a template with all of its parts; those of models have a few thousand
 _PARTS = ("default", "tool_use")  # of those that a template has, the ones that are rendered
+_KIND = re.compile(r"""\btype['"]?\]?\s*==\s*['"](\w+)['"]""")  # of parts that a template looks for
 _OTHER = "give another one with --chat-template"
 _PRIVATE = (range(0xE000, 0xF8FF), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 _ROLES = frozenset({"system", "user", "assistant", "tool", "developer", "function", "ipython", "model"})
@@ -71,6 +74,7 @@ class JinjaTemplate:
             self._fault = f"it has {num_chars} characters, and at most {MAX_CHARS} are read"
             self._sources = {}
         self._reads = [name for name in TOOLS if name in self.source]
+        self._kinds = frozenset(_KIND.findall(self.source))
 
     @property
     def source(self) -> str:
@@ -154,7 +158,11 @@ class JinjaTemplate:
         """Token ids of a conversation; see `ChatTemplate.render`."""
         read = self._parts_read()
         has_calls = any(isinstance(m, Mapping) and m.get("tool_calls") for m in messages)
-        plain = normalize_messages(messages, calls_as_text=has_calls and self.calls.as_text)
+        plain = normalize_messages(
+            messages,
+            calls_as_text=has_calls and self.calls.as_text,
+            parts=self._kinds,
+        )
         for i, message in enumerate(plain):
             self._check_role(message["role"], i)
         taken = sorted(set(kwargs) & (_OURS | self._variables.keys()))
@@ -165,7 +173,7 @@ class JinjaTemplate:
         user = {"messages": plain, **self._tools(list(tools) if tools else None), **kwargs}
         mark = next(_free_marks("".join(_strings(user)))) if continue_final_message else ""
         if mark:  # where the text ends that is to go on: templates cut space only beyond it
-            plain[-1]["content"] = f"{plain[-1]['content'] or ''}{mark}"
+            plain[-1]["content"] = _add_mark(plain[-1]["content"], mark)
         part = self._part(bool(tools))
         refuse_unread(self.name, kwargs, tools, read[part])
 
@@ -231,6 +239,16 @@ class JinjaTemplate:
     def _split(self, text: str, restore: Mapping[int, str | int | None]) -> list[int | str]:
         parts = self._tokenizer.split_special(text)
         return [part.translate(restore) if isinstance(part, str) else part for part in parts]
+
+
+def _add_mark(content: str | list[Part] | None, mark: str) -> str | list[Part]:
+    """The content with `mark` at the end of its last text."""
+    if not isinstance(content, list):
+        return f"{content or ''}{mark}"
+    *before, last = content
+    if last["type"] != "text":
+        return [*content, {"type": "text", "text": mark}]
+    return [*before, {**last, "text": f"{last['text']}{mark}"}]
 
 
 def _insert(text: str, breaker: str) -> str:

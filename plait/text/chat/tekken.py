@@ -15,7 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
 from plait.errors import BadTemplate, InvalidField
-from plait.text.chat.template import THOUGHTS, CallsTaken, Message, normalize_messages, refuse_unread
+from plait.text.chat.contents import THOUGHTS, Part, list_parts
+from plait.text.chat.template import CallsTaken, Message, normalize_messages, refuse_unread
 from plait.text.tokenizers.tekken import TEKKEN, TekkenHead
 from plait.text.tokenizers.tokenizer import Tokenizer
 
@@ -77,8 +78,11 @@ class TekkenTemplate:
     ) -> list[int]:
         """Token ids of a conversation; see `ChatTemplate.render`. No marker opens a reply."""
         refuse_unread(self.name, kwargs, tools, self.variables)
-        joined = [_join_parts(m, "" if self._version >= 15 else _BETWEEN) for m in messages]
-        plain = normalize_messages(joined)
+        plain = normalize_messages(
+            [_drop_empty(message) for message in messages],
+            parts=("thinking",) if self._thinks else (),
+            between="" if self._version >= 15 else _BETWEEN,
+        )
         for i, message in enumerate(plain):
             message["role"] = self._check(message, f"messages[{i}]")
         before_user = [*self._write_tools(tools or ()), *self._write_settings(kwargs)]
@@ -106,6 +110,11 @@ class TekkenTemplate:
                 f"{where}.role: {message['role']!r} is no role of {self.name}; it knows {', '.join(_ROLES)}",
                 f"{where}.role",
             )
+        if role == "system" and self._version >= 15 and not isinstance(message["content"], str | None):
+            at = f"{where}.content"
+            raise BadTemplate(
+                f"{at}: {self.name} has no thinking in a message of the system's; send text", at
+            )
         if role == "tool" and self._version < 13 and not isinstance(message.get("tool_call_id"), str):
             at = f"{where}.tool_call_id"
             raise BadTemplate(f"{at}: {self.name} writes the id of the call that a result is of", at)
@@ -130,7 +139,8 @@ class TekkenTemplate:
                 parts += [*(before_user if i == at else ()), *self._mark("[INST]", text, "[/INST]")]
             elif role == "system":
                 for message in group:
-                    parts += self._mark("[SYSTEM_PROMPT]", message["content"] or "", "[/SYSTEM_PROMPT]")
+                    inside = [piece for part in list_parts(message["content"]) for piece in self._part(part)]
+                    parts += [self._ids["[SYSTEM_PROMPT]"], *inside, self._ids["[/SYSTEM_PROMPT]"]]
             elif role == "assistant":
                 parts += self._write_reply(group, ends_open and i == len(groups) - 1)
                 called += [call.get("id") for message in group for call in message.get("tool_calls") or ()]
@@ -146,18 +156,24 @@ class TekkenTemplate:
         """
         parts: _Parts = []
         for message in group:
-            if self._thinks and (thought := message.get(THOUGHTS[0])):
-                parts += self._mark(_THINK[0], str(thought), _THINK[1])
-            if text := message["content"]:
-                if parts and isinstance(parts[-1], str):
-                    text = f"{parts.pop()}{_BETWEEN}{text}"
-                parts.append(text)
+            for part in list_parts(message["content"]):
+                written = self._part(part)
+                if parts and isinstance(parts[-1], str) and written and isinstance(written[0], str):
+                    written[0] = f"{parts.pop()}{_BETWEEN}{written[0]}"
+                parts += written
         if is_open:
             return parts
         if len(parts) == 1:  # text alone
             parts = [str(parts[0]).rstrip(" ")]
         calls = [call for message in group for call in message.get("tool_calls") or ()]
         return [*parts, *self._write_calls(calls), self._ids["</s>"]]
+
+    def _part(self, part: Part) -> _Parts:
+        """Text, if there is any, or thinking between its markers."""
+        if part["type"] == "text":
+            return [part["text"]] if part["text"] else []
+        marked = self._mark(_THINK[0], part["thinking"], _THINK[1])
+        return marked if part["closed"] else marked[:-1]
 
     def _write_calls(self, calls: Sequence[Message]) -> _Parts:
         if self._version < 11:
@@ -223,15 +239,12 @@ class TekkenTemplate:
             raise InvalidField(f"{field}: the last message is not a text of the assistant's", field)
 
 
-def _join_parts(message: Message, between: str) -> Message:
-    """The message with parts of text as one text; what else a content may be is left for others to refuse."""
+def _drop_empty(message: Message) -> Message:
+    """The message without parts of empty text, which are not joined to others."""
     content = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, list | tuple):
         return message
-    texts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
-    if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
-        return message
-    return {**message, "content": between.join(text for text in texts if text)}
+    return {**message, "content": [part for part in content if part != {"type": "text", "text": ""}]}
 
 
 def _move_system(groups: Sequence[_Group]) -> list[_Group]:

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 from msgspec import Struct
 
 from plait.errors import BadTemplate, CapacityError, InvalidField
+from plait.text.chat.contents import list_parts, place_contents, read_parts
 from plait.text.chat.sandbox import TemplateEnded
 
 Message = Mapping[str, Any]
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of thinking in messages of earlier turns
 TOOLS = ("tools", "xml_tools")  # under which templates read them; the second is SmolLM3's
 MAX_ARGUMENTS_DEPTH = 64
 _HEAD_ROLES = frozenset({"system", "developer"})
@@ -169,7 +169,9 @@ def _change_next(messages: Sequence[Message], place: int) -> Sequence[Message]:
 
 def _another(message: Message) -> Message:
     """A user message with another first character: the template's own words around it stay shared."""
-    text = _content(message.get("content"), "content") or ""
+    content = message.get("content")
+    parts = list_parts(content) if content is None or isinstance(content, str) else read_parts(content, "")
+    text = next((part["text"] for part in parts if part["type"] == "text"), "")
     return {"role": "user", "content": "b" if text.lstrip().startswith("a") else "a"}
 
 
@@ -177,15 +179,27 @@ def _common_len(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def normalize_messages(messages: Sequence[Message], *, calls_as_text: bool = False) -> list[dict[str, Any]]:
+def normalize_messages(
+    messages: Sequence[Message],
+    *,
+    calls_as_text: bool = False,
+    parts: Collection[str] = (),
+    between: str = "\n",
+) -> list[dict[str, Any]]:
     """Messages as templates expect them: contents are strings, and thinking has each of its names.
 
-    Arguments of calls are objects, or JSON text. Raises InvalidField, naming the message, for contents that
-    are not text.
+    Arguments of calls are objects, or JSON text. `parts`: the kinds of them that the template reads in lists;
+    for these and `between` see `place_contents`.
+    Raises InvalidField, naming the message, for contents that are neither text nor thinking.
     """
     if not messages:
         raise InvalidField("messages: there is none; send at least one", "messages")
-    return [_message(m, f"messages[{i}]", calls_as_text) for i, m in enumerate(messages)]
+    found = [_message(m, f"messages[{i}]", calls_as_text) for i, m in enumerate(messages)]
+    for i, message in enumerate(found):
+        place_contents(message, f"messages[{i}]", parts, between)
+        if message.get("tool_calls"):
+            message["content"] = message["content"] or ""
+    return found
 
 
 def _message(message: Message, where: str, calls_as_text: bool) -> dict[str, object]:
@@ -195,7 +209,6 @@ def _message(message: Message, where: str, calls_as_text: bool) -> dict[str, obj
     if not isinstance(role, str) or not role:
         raise InvalidField(f"{where}.role: {role!r} is not a role like 'user'", f"{where}.role")
     plain = {key: value for key, value in message.items() if value is not None or key == "content"}
-    plain["content"] = _content(message.get("content"), f"{where}.content")
     if message.get("tool_calls"):
         if not isinstance(message["tool_calls"], list | tuple):
             at = f"{where}.tool_calls"
@@ -204,23 +217,7 @@ def _message(message: Message, where: str, calls_as_text: bool) -> dict[str, obj
         plain["tool_calls"] = [
             _tool_call(call, f"{where}.tool_calls[{i}]", calls_as_text) for i, call in calls
         ]
-        plain["content"] = plain["content"] or ""
-    thought = next((text for name in THOUGHTS if (text := message.get(name))), None)
-    return plain if thought is None else {**plain, **dict.fromkeys(THOUGHTS, thought)}
-
-
-def _content(content: object, where: str) -> str | None:
-    if content is None or isinstance(content, str):
-        return content
-    if not isinstance(content, Sequence):
-        raise InvalidField(f"{where}: {type(content).__name__} is neither text nor a list of parts", where)
-    texts = []
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise InvalidField(f"{where}[{i}]: {kind!r} parts are not supported, only text", f"{where}[{i}]")
-        texts.append(part["text"])
-    return "\n".join(texts)
+    return plain
 
 
 def _tool_call(call: Any, where: str, as_text: bool) -> dict[str, object]:

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
-from plait.text.chat.template import THOUGHTS, Message
+from plait.text.chat.contents import THOUGHTS
+from plait.text.chat.template import Message
 from plait.text.output.call_grammar import Frame
 from plait.text.output.json_calls import CallSyntax
 
