@@ -94,11 +94,7 @@ def make_traffic(number: int, labels: Mapping[str, str]) -> CollectorRegistry:
 def scrape(instance: str, *registries: CollectorRegistry) -> Samples:
     """What Prometheus has of one target."""
     samples = [s for r in registries for family in r.collect() for s in family.samples]
-    return [
-        ({NAME: s.name, "instance": instance, **s.labels}, s.value)
-        for s in samples
-        if not s.name.endswith("_created")
-    ]
+    return [({NAME: s.name, "instance": instance, **s.labels}, s.value) for s in samples]
 
 
 @dataclass

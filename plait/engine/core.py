@@ -198,6 +198,7 @@ class Engine:
     def refuse(self, request: Request, on_event: OnEvent, error: Exception) -> None:
         """Report by events why a request was never opened: for callers that can no longer raise."""
         entry = OpenRequest(request, on_event)
+        self.metrics.count_refused(request.params.n)
         for choice in range(request.params.n):
             self._emit(entry, failure_event(request.id, choice, error))
 

@@ -161,6 +161,10 @@ class Metrics:
             self._whole.observe(trace.finish_s - trace.arrival_s)
             self._output.observe(trace.num_output_tokens)
 
+    def count_refused(self, num_choices: int) -> None:
+        """Count the choices of a request that could not be opened."""
+        self._ended["error"] += num_choices
+
     def families(self) -> Iterator[Family]:
         """Every metric family with its current values."""
         stats, lookups = self._scheduler.stats(), self._scheduler.cache_counts

@@ -220,6 +220,16 @@ def test_a_prompt_that_fills_the_context_can_be_scored() -> None:
     assert reader.ends("r") == ["length"]
 
 
+def test_a_request_that_is_refused_by_events_counts_as_an_error_for_each_choice() -> None:
+    e, reader = engine(), Reader()
+    e.refuse(request("r", [1], n=3), reader, CapacityError("not now"))
+    found = make_registry(e.metrics.families).get_sample_value(
+        "plait_requests_total", {"finish_reason": "error"}
+    )
+    assert reader.ends("r") == ["error"] * 3
+    assert found == 3
+
+
 def test_a_request_larger_than_the_memory_is_refused_at_once() -> None:
     e = engine(blocks=8)
     with pytest.raises(CapacityError, match=r"44 tokens needs 11 blocks and there are 7"):

@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+import contextlib
+import json
+import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -11,7 +16,7 @@ from plait.frontend.frontend import Front
 from plait.server.gateway.vllm_metrics import RENAMED
 from tests.patience import PATIENCE_S
 from tests.server.conftest import Answer, Client, serving, start, wait_until
-from tests.server.fake import fake_front
+from tests.server.fake import EchoLoop, fake_front
 from tests.server.real_engine import BLOCK, NUM_BLOCKS, engine_front
 
 
@@ -128,3 +133,90 @@ def test_vllms_names_say_what_ours_say() -> None:
 def test_vllms_names_are_there_only_if_requested() -> None:
     with serving(engine_front()) as client:
         assert b"vllm:" not in client.get("/metrics").body
+
+
+def test_metrics_have_no_times_of_creation() -> None:
+    with serving(engine_front(), metrics_vllm_names=True) as client:
+        client.complete("Hello", max_tokens=2)
+        text = client.get("/metrics").body.decode()
+    assert "plait_http_request_seconds_count" in text
+    assert "_created" not in text
+
+
+POLLED = ("/health", "/metrics")
+CHAT = [{"role": "user", "content": "HANG"}]
+HANGING: dict[str, dict[str, Any]] = {  # of every API a request that ends when its client leaves
+    "/v1/completions": {"prompt": ["HANG", "HANG"], "stream": False},
+    "/v1/chat/completions": {"messages": CHAT, "n": 2, "stream": False},
+    "/v1/responses": {"input": "HANG", "stream": False},
+    "/v1/messages": {"model": "default", "messages": CHAT, "max_tokens": 9, "stream": False},
+    "/v1/embeddings": {"input": ["HANG", "HANG"]},
+    "/rerank": {"query": "HANG", "documents": ["HANG"]},
+    "/api/generate": {"model": "default", "prompt": "HANG", "stream": False},
+    "/api/chat": {"model": "default", "messages": CHAT, "stream": False},
+    "/api/embed": {"model": "default", "input": "HANG"},
+    "/completion": {"prompt": "HANG", "stream": False},
+}
+
+
+@contextlib.contextmanager
+def leaving(client: Client, path: str, body: dict[str, Any], num_missing: int = 0) -> Iterator[None]:
+    """A client that has sent a request, but for the last bytes of its body, and leaves at the end."""
+    raw = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(client.address, timeout=PATIENCE_S) as sock:
+        sock.sendall(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw[: len(raw) - num_missing])
+        yield
+
+
+def ended(client: Client) -> dict[str, float]:
+    """Requests that generate, by their outcome."""
+    counts: dict[str, float] = {}
+    for family in text_string_to_metric_families(client.get("/metrics").body.decode()):
+        for sample in family.samples:
+            if sample.name != "plait_http_requests_ended_total" or sample.labels["route"] in POLLED:
+                continue
+            outcome = sample.labels["outcome"]
+            counts[outcome] = counts.get(outcome, 0) + sample.value
+    return counts
+
+
+def test_every_request_ends_in_one_count_whatever_its_client_does() -> None:
+    with serving(fake_front()) as client:
+        left = 0
+        for path, body in HANGING.items():
+            for more in ({}, {"stream": True}) if "stream" in body else ({},):
+                with leaving(client, path, {**body, **more}):
+                    assert wait_until(lambda: client.get("/health").json["engine"]["running"])
+                left += 1
+                assert wait_until(lambda count=left: ended(client) == {"cancelled": count}), path
+                assert wait_until(lambda: not client.get("/health").json["engine"]["running"])
+        assert client.complete("Hello", stream=True).status == client.complete("Hello").status == 200
+        assert client.complete("Hello", n=0).status == 400
+        assert client.complete("BROKEN").status == 500
+        assert client.complete("BOOM!", stream=True).events[-1]["error"]["code"] == "engine_error"
+        assert wait_until(lambda: sum(ended(client).values()) == left + 5)
+        assert ended(client) == {"cancelled": left, "finished": 2, "rejected": 1, "error": 2}
+        assert samples(client.get("/metrics"))["plait_http_requests_open"] == 1
+
+
+def test_clients_that_leave_before_the_engine_has_their_request_are_counted() -> None:
+    front, go = fake_front(), threading.Event()
+    with serving(front) as client:
+        with leaving(client, "/v1/completions", {"prompt": "half a body"}, num_missing=3):
+            assert wait_until(lambda: samples(client.get("/metrics"))["plait_http_requests_open"] == 2)
+        assert wait_until(lambda: ended(client) == {"cancelled": 1})
+        prepare = front.prepare
+
+        def wait(*given: Any, **more: Any) -> Any:
+            assert go.wait(PATIENCE_S)
+            return prepare(*given, **more)
+
+        front.prepare = wait  # type: ignore[method-assign]
+        with leaving(client, "/v1/completions", {"prompt": ["one", "two"], "n": 3}):
+            assert wait_until(lambda: samples(client.get("/metrics"))["plait_http_requests_open"] == 2)
+        assert wait_until(lambda: ended(client) == {"cancelled": 2})
+        go.set()
+        assert client.complete("After").status == 200
+        assert isinstance(front.loop, EchoLoop)
+        assert len(front.loop.requests) == 1

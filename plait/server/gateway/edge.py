@@ -54,5 +54,7 @@ class Edge:
                 if self._models.stopping:
                     headers["Connection"] = "close"
             await send(message)
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                exchange.is_whole = True
 
         return named

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from msgspec import Struct, field
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from plait.server.gateway.api_keys import Account
 
 SCOPE_KEY = "plait.exchange"
+CLIENT_LEFT = 499  # the status of a request before whose answer its client left
+Outcome = Literal["finished", "cancelled", "rejected", "error"]
 SHOWN_LOAD_S = 0.01  # what is shorter was no loading
 
 
@@ -34,6 +36,7 @@ class Exchange(Struct):
     route: str = "other"
     is_working: bool = False
     is_rejected: bool = False  # the queue was full, and nothing of it was read
+    is_whole: bool = False  # the last of its answer was sent, or no client waits for one
     status: int = 0
     model: str = ""
     load_s: float = 0.0  # it waited so long until its model was loaded
@@ -52,6 +55,17 @@ class Exchange(Struct):
         """Whether its end is no news: the queue rejected it, or an operator looked at something."""
         is_view = self.method == "GET" and self.route.startswith("/admin/") and self.status == 200
         return self.is_rejected or is_view
+
+    @property
+    def outcome(self) -> Outcome:
+        """How it ended. The status alone does not say: that of a stream is sent before its first token."""
+        if self.status == CLIENT_LEFT:
+            return "cancelled"
+        if 400 <= self.status < 500:
+            return "rejected"
+        if not 0 < self.status < 500 or self.reason:
+            return "error"
+        return "finished" if self.is_whole else "cancelled"
 
     @property
     def is_settled(self) -> bool:

@@ -16,7 +16,7 @@ def exposition(models: ServedModels, traffic: Traffic) -> Response:
 
     Raises NotReady while the only model loads, because there is no engine yet.
     """
-    text = b"".join(generate_latest(registry) for registry in models.registries())
+    text = b"".join(generate_latest(join_metrics([(registry, {})])) for registry in models.registries())
     text += generate_latest(join_metrics([(traffic.registry, traffic.labels)]))
     if traffic.config.metrics_vllm_names:
         fronts = models.fronts().items()

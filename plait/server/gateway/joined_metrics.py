@@ -8,6 +8,9 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+# Prometheus's client adds when a counter was made: a second family, which this text format has no use for.
+CREATED = "_created"
+
 
 class JoinedMetrics(Collector):
     """Several registries as one: a family that several have is one, with the samples of all.
@@ -28,6 +31,8 @@ class JoinedMetrics(Collector):
                     joined = Metric(family.name, family.documentation, family.type)
                     families[family.name] = joined
                 for sample in family.samples:
+                    if sample.name.endswith(CREATED):
+                        continue
                     joined.add_sample(sample.name, {**labels, **sample.labels}, sample.value)
         yield from families.values()
 

@@ -100,6 +100,12 @@ class Traffic:
             ["route", "method", "status", *models],
             registry=self.registry,
         )
+        self._ended = Counter(
+            "plait_http_requests_ended",
+            "HTTP requests by how they ended: finished, cancelled (the client left), rejected, error.",
+            ["route", "outcome", *models],
+            registry=self.registry,
+        )
         self._in_flight = Gauge("plait_http_requests_open", "HTTP requests in work.", registry=self.registry)
         self._seconds = Histogram(
             "plait_http_request_seconds",
@@ -169,6 +175,7 @@ class Traffic:
 
     def begin_inner(self, exchange: Exchange) -> None:
         """Count work that the server does for a key after its request, until `end`. It is never refused."""
+        exchange.is_whole = True
         self.begin(exchange)
         self.work(exchange)
         if exchange.account is not None:
@@ -199,6 +206,7 @@ class Traffic:
         method = exchange.method if exchange.method in METHODS else "other"
         model = [exchange.model] if self._names_models else []
         self._requests.labels(exchange.route, method, str(exchange.status), *model).inc()
+        self._ended.labels(exchange.route, exchange.outcome, *model).inc()
         self._seconds.labels(exchange.route, *model).observe(seconds)
         self._settling[exchange.id + str(id(exchange))] = (exchange, seconds, time.time_ns())
         self._settle(exchange, time.monotonic() + SETTLE_S)
