@@ -14,6 +14,7 @@ from plait.engine.metrics import Family
 ANSWER_S = 1.0  # an engine answers between two steps; without an answer, the last one counts
 SampleKey = tuple[str, tuple[tuple[str, str], ...]]  # name, labels
 SUMMED = frozenset({"counter", "histogram"})
+LOAD = {"plait_requests_running": "num_running", "plait_requests_waiting": "num_waiting"}
 
 
 class _Families(Collector):
@@ -47,7 +48,8 @@ class RemoteMetrics(Collector):
 
     `ask(number)` requests a report; False: there is no engine. `of_front`: restarts, and whether it is up.
     `ended`: choices that ended by their reason, if the front counts them. An engine that is killed cannot
-    report the last of them.
+    report the last of them. `stats`: what runs and waits, if the front knows it. An engine that starts, or is
+    busy with a long step, cannot report that.
     """
 
     def __init__(
@@ -55,8 +57,9 @@ class RemoteMetrics(Collector):
         ask: Callable[[int], bool],
         of_front: Callable[[], tuple[int, bool]],
         ended: Callable[[], Mapping[str, int]] | None = None,
+        stats: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
-        self._ask, self._of_front, self._ended = ask, of_front, ended
+        self._ask, self._of_front, self._ended, self._stats = ask, of_front, ended, stats
         self._arrived = threading.Condition()
         self._families: Sequence[Family] = ()  # of the last report
         self._past: dict[SampleKey, float] = {}  # totals of ended engines
@@ -90,15 +93,16 @@ class RemoteMetrics(Collector):
         if self._ask(number):
             with self._arrived:
                 self._arrived.wait_for(lambda: self._answered >= number, ANSWER_S)
+        stats = self._stats()
         with self._arrived:
-            families = [*self._current()]
+            families = [*self._current(stats)]
         yield from families
         num_restarts, is_up = self._of_front()
         about = "Engine processes that ended and were replaced."
         yield CounterMetricFamily("plait_engine_restarts", about, value=num_restarts)
         yield GaugeMetricFamily("plait_engine_up", "Whether there is an engine.", value=is_up)
 
-    def _current(self) -> Iterator[Metric]:
+    def _current(self, stats: Mapping[str, int]) -> Iterator[Metric]:
         for name, about, kind, samples in self._families:
             family = Metric(name, about, kind)
             ended = self._ended() if self._ended and name == "plait_requests" else None
@@ -106,6 +110,8 @@ class RemoteMetrics(Collector):
                 now = 0.0 if self._is_past else value
                 if ended is not None:
                     now = float(ended.get(labels["finish_reason"], 0))
+                elif name in LOAD:
+                    now = float(stats.get(LOAD[name], now))
                 elif kind in SUMMED:
                     now += self._past.get((sample, tuple(labels.items())), 0.0)
                 family.add_sample(sample, labels, now)

@@ -112,6 +112,7 @@ class EngineChild:
         self._ids: dict[int, str] = {}
         self._events: list[protocol.EventMessage] = []
         self._closing = False
+        self._num_seen = 0  # requests that the front has sent
         self._counted_s = self._reported_s = 0.0
         self._prefixes: PrefixTree | None = None  # what is cached, if the front follows it
         self._has_ended = False  # a choice, since prefixes were reported
@@ -128,7 +129,12 @@ class EngineChild:
             self.flush()
 
     def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
-        """Run a step. Its requests are in the shared status block before, where the front finds them."""
+        """Run a step. Its requests are in the shared status block before, where the front finds them.
+
+        So are the numbers, if requests have arrived: a long step would show them as if they still waited.
+        """
+        if self._num_seen != self._status.num_seen:
+            self._show_stats()
         self._status.planned = [self._keys[i] for i in self._engine.requests_in(plan) if i in self._keys]
         return self._runner.launch(plan, sampling)
 
@@ -218,6 +224,7 @@ class EngineChild:
             self._prefixes.report_anew()
 
     def _submit(self, key: int, request: Request, arrival_s: float) -> None:
+        self._num_seen += 1
         reader = _Reader(self, key, request)
         self._keys[request.id], self._ids[key] = key, request.id
         try:
@@ -227,7 +234,7 @@ class EngineChild:
 
     def _show_stats(self) -> None:
         self._counted_s = time.monotonic()
-        self._status.put_stats(list(self._engine.stats().values()))
+        self._status.put_stats(list(self._engine.stats().values()), self._num_seen)
 
 
 class _Reader:

@@ -77,6 +77,7 @@ class EngineProcess:
             lambda number: self.healthy and self._supervisor.mailbox.put(lambda s: s.ask_counts(number)),
             lambda: (self.num_restarts, self.healthy),
             lambda: self._supervisor.requests.num_ended,
+            self.stats,
         )
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self._collected)
@@ -246,10 +247,11 @@ class EngineProcess:
     def stats(self) -> Mapping[str, int]:
         """The engine's numbers as of a moment ago; totals are of all engines since startup."""
         with self._changed:
+            num_seen = 0 if self._engine is None else self._engine.status.num_seen
             found = self._stats()
             # A request that a long step has kept the engine from looking at waits.
-            unseen = self._num_open - found.get("num_running", 0) - found.get("num_waiting", 0)
-            found["num_waiting"] = found.get("num_waiting", 0) + max(0, unseen)
+            unseen = self._num_arriving + self._supervisor.requests.count_unseen(num_seen)
+            found["num_waiting"] = found.get("num_waiting", 0) + unseen
             for name, value in self._past_sums.items():
                 found[name] = found.get(name, 0) + value
         return {**found, "num_restarts": self.num_restarts}

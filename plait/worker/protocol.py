@@ -34,7 +34,7 @@ from plait.worker.start_process import NUM_STATS, PLANNED
 MAX_FRAME_NBYTES = 256 * MIB  # log-probabilities of a long prompt, with alternatives, are tens of megabytes
 LENGTH = struct.Struct(">I")
 LOAD_ENGINE = "plait.worker.child:load_engine"  # the builder of every real model
-ALIVE, BUSY, ARRIVING, NUM_PLANNED = range(4)
+ALIVE, BUSY, ARRIVING, NUM_PLANNED, NUM_SEEN = range(5)
 STATS = PLANNED - NUM_STATS
 M = TypeVar("M")
 
@@ -244,7 +244,8 @@ class SharedStatus:
     Every value is eight bytes, stored at once. Times are on the clock of all processes (`time.monotonic`).
     `alive_s`: when a thread of the child last ran, 0 before it has begun. `busy_since_s`: since when the
     engine's thread is at its present round; 0: it waits for work. `arriving`: the key of the request that the
-    engine is taking. `planned`: keys of the requests in the last step that began.
+    engine is taking. `planned`: keys of the requests in the last step that began. `num_seen`: requests that
+    were sent to the engine, of which its numbers (`stats`) know.
     """
 
     def __init__(self, fd: int, max_planned: int) -> None:
@@ -295,14 +296,19 @@ class SharedStatus:
         self._numbers[PLANNED : PLANNED + len(keys)] = memoryview(array("q", keys))
         self._numbers[NUM_PLANNED] = len(keys)
 
+    @property
+    def num_seen(self) -> int:
+        return self._numbers[NUM_SEEN]
+
     def stats(self, count: int) -> tuple[int, ...]:
         """The first `count` numbers of those `put_stats` wrote."""
         return tuple(self._numbers[STATS : STATS + count])
 
-    def put_stats(self, values: Sequence[int]) -> None:
-        """At most `NUM_STATS` numbers, in an order that both sides know."""
+    def put_stats(self, values: Sequence[int], num_seen: int) -> None:
+        """At most `NUM_STATS` numbers, in an order that both sides know, and how many requests they know."""
         for i, value in enumerate(values):
             self._numbers[STATS + i] = value
+        self._numbers[NUM_SEEN] = num_seen
 
     def close(self) -> None:
         """Release the memory. May be called twice."""

@@ -23,12 +23,15 @@ TRIAL_TOKENS = 2  # of each choice: the step that ended the engine, and a first 
 
 @dataclass(slots=True, eq=False)
 class RequestEntry(OpenStream):
-    """An open request. `is_sent`: the engine that runs now has it. `num_deaths`: engines that ended in a step
-    with it. `is_suspect`: it must show, alone, that it does not end another one. `num_to_pass`: tokens of
-    each choice after which it is past the place where an engine ended.
+    """An open request. `is_sent`: the engine that runs now has it, as the `number`th that it was sent.
+
+    `num_deaths`: engines that ended in a step with it. `is_suspect`: it must show, alone, that it does not
+    end another one. `num_to_pass`: tokens of each choice after which it is past the place where an engine
+    ended.
     """
 
     is_sent: bool = False
+    number: int = 0
     is_suspect: bool = False
     num_deaths: int = 0
     num_to_pass: dict[int, int] = field(default_factory=dict)
@@ -44,7 +47,7 @@ class RequestTable:
         self._unsent: dict[int, RequestEntry] = {}  # of these, those that the engine has not got
         self._keys: dict[str, int] = {}
         self._on_trial: RequestEntry | None = None
-        self._num_added = 0
+        self._num_added = self._num_sent = 0  # sent: to the engine that runs now
         self.num_ended: Counter[str] = Counter()  # choices, by their finish reason
         self.unread: list[int] = []  # keys of requests with failed readers: the engine must end them
 
@@ -74,9 +77,19 @@ class RequestTable:
         # The first is alone: the one with most deaths, or else the newest, as the others had run before.
         self._on_trial = max(suspects, key=lambda e: (e.num_deaths, e.key), default=None)
         for entry in [self._on_trial] if self._on_trial else [*self._unsent.values()]:
-            entry.is_sent = True
+            self._num_sent += 1
+            entry.is_sent, entry.number = True, self._num_sent
             del self._unsent[entry.key]
             yield entry
+
+    def count_unseen(self, num_seen: int) -> int:
+        """Choices that wait for an engine, or for a look of the one that has seen `num_seen` requests.
+
+        Those that were cancelled wait for nothing. From any thread: the copies are made in one step.
+        """
+        unseen = [e for e in self._entries.copy().values() if not e.is_sent or e.number > num_seen]
+        parts = [part for entry in unseen for part in entry.parts.copy().values()]
+        return sum(part.cancelled_as is None for part in parts)
 
     def deliver(self, message: EventMessage, now: float) -> None:
         """Pass an event of the engine on, and record what it brought. `now`: on the common clock."""
@@ -119,7 +132,7 @@ class RequestTable:
         if self._on_trial is not None and self._on_trial in charged:
             charged = [self._on_trial]
         is_alone = len(charged) == 1 and not is_foreign and (bool(arriving) or len({*planned}) == 1)
-        self._on_trial, self._unsent = None, {**self._entries}
+        self._on_trial, self._unsent, self._num_sent = None, {**self._entries}, 0
         for entry in self._unsent.copy().values():
             kept = entry.request.interval - 1 if entry.is_sent and not entry.is_resumed else 0
             entry.is_sent, entry.is_resumed = False, entry.is_resumed or entry.is_sent

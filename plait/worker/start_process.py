@@ -25,7 +25,7 @@ _RUN = (
 )
 Imports = Literal["torch", "image", "nothing"]
 NUM_STATS = 64
-PLANNED = 4 + NUM_STATS  # words of the shared status block before the requests that a step has
+PLANNED = 5 + NUM_STATS  # words of the shared status block before the requests that a step has
 
 
 class StartedProcess(NamedTuple):

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from plait.engine.metric_registry import make_registry
+from plait.engine.metric_registry import RemoteMetrics, make_registry
 from plait.engine.metrics import Histogram, Metrics
 from plait.memory import BlockGroup
 from plait.request import FinishReason, RequestTrace
@@ -239,3 +239,12 @@ def test_scrape_of_a_running_engine_is_consistent() -> None:
         stop.set()
         thread.join()
     assert last > 0
+
+
+def test_what_runs_and_waits_is_shown_as_the_front_knows_it_whatever_an_engine_last_reported() -> None:
+    load = {"num_running": 0, "num_waiting": 3}
+    remote = RemoteMetrics(lambda number: False, lambda: (1, False), None, lambda: load)
+    remote.arrive(1, list(Metrics(Books()).families()))
+    remote.keep({})  # that engine has ended, and its requests wait for the next one
+    families = {family.name: family.samples[0].value for family in remote.collect()}
+    assert (families["plait_requests_running"], families["plait_requests_waiting"]) == (0, 3)

@@ -497,6 +497,21 @@ def test_requests_that_the_engine_has_not_looked_at_yet_wait(unharmed: EnginePro
     until(lambda: unharmed.stats()["num_waiting"] == 0)
 
 
+def test_a_request_in_a_long_step_runs_and_one_that_is_cancelled_meanwhile_does_not_wait() -> None:
+    with running() as process:
+        process.submit(request("a", [STALL, STALL]), Reader())
+        until(lambda: process.stats()["num_running"] == 1)
+        assert process.stats()["num_waiting"] == 0
+        for name in ("b", "c"):
+            process.submit(request(name, [5], n=3), Reader())
+        until(lambda: process.stats()["num_waiting"] == 6)
+        process.cancel("b")
+        until(lambda: process.stats()["num_waiting"] == 3)
+        process.cancel("c")
+        until(lambda: process.stats()["num_waiting"] == 0)
+        assert process.stats()["num_running"] == 1  # its step goes on, whatever its client does
+
+
 def test_a_request_that_is_replayed_when_its_engine_is_killed_again_is_not_blamed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -178,8 +178,8 @@ def test_a_page_is_read_as_it_was_written_also_by_another_owner() -> None:
     theirs.begin()
     theirs.beat()
     theirs.arriving = 9
-    theirs.put_stats([1, 1 << 40])
-    assert (ours.planned, ours.arriving, ours.stats(2)) == ((5, 7), 9, (1, 1 << 40))
+    theirs.put_stats([1, 1 << 40], 6)
+    assert (ours.planned, ours.arriving, ours.stats(2), ours.num_seen) == ((5, 7), 9, (1, 1 << 40), 6)
     assert 0 < ours.busy_since_s <= ours.alive_s
     theirs.rest()
     theirs.planned = []

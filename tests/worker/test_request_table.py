@@ -207,3 +207,17 @@ def test_a_place_is_given_back_before_the_reader_gets_the_last_event() -> None:
     table.add(request("b", [1, 2]), lambda event: seen.append(len(table)), 1.0)
     table.cancel("b", None)  # no engine has it, so it ends here
     assert seen == [1, 1, 0, 0]
+
+
+def test_choices_wait_until_the_engine_has_seen_them_or_they_are_cancelled() -> None:
+    book = Book("a", "b", "c", n=2)
+    assert book.table.count_unseen(0) == 6
+    assert book.due() == ["a", "b", "c"]
+    assert [book.table.count_unseen(n) for n in range(4)] == [6, 4, 2, 0]
+    book.table.cancel("b", None)
+    book.table.cancel("c", 1)
+    assert [book.table.count_unseen(n) for n in range(4)] == [3, 1, 1, 0]
+    book.die()
+    assert book.table.count_unseen(0) == 3  # of b is nothing left, and no engine has the others
+    book.due()
+    assert book.table.count_unseen(1) == 1
