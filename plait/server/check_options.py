@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from plait.config import EngineConfig, ServerConfig
 from plait.errors import ConfigError
 from plait.server.http.hosts import is_loopback
+from plait.text.chat.template_file import check_template_option
 from plait.text.output import tool_format
 from plait.text.output.reasoning import reasoning_format
 
@@ -26,3 +29,9 @@ def check_options(engine: EngineConfig, server: ServerConfig) -> None:
         )
     if server.kv_events is not None and not engine.prefix_cache:
         raise ConfigError("kv_events: they are of the prefix cache, and prefix_cache is off")
+
+
+def check_templates(engines: Iterable[EngineConfig]) -> None:
+    """Raises ConfigError for a chat template that no model can be served with; each is tried once."""
+    for option in {engine.chat_template for engine in engines}:
+        check_template_option(option)

@@ -20,7 +20,7 @@ import uvicorn
 from plait.config import EngineConfig, ServerConfig
 from plait.errors import ConfigError
 from plait.server.app import create_app
-from plait.server.check_options import check_options
+from plait.server.check_options import check_options, check_templates
 from plait.server.gateway import tracing
 from plait.server.gateway.access_log import LogWriter, follow, start_log
 from plait.server.gateway.middleware import Traffic
@@ -86,6 +86,7 @@ def run_server(
         return front
 
     check_options(engine, server)
+    check_templates([engine])
     log = start_log(server)
     allow_files(server.max_connections + SPARE_FILES)
     publisher = None

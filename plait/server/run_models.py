@@ -11,7 +11,7 @@ from plait import resource_limits
 from plait.config import ServerConfig
 from plait.errors import ConfigError
 from plait.frontend.frontend import Front, Parsers
-from plait.server.check_options import check_formats, check_options
+from plait.server.check_options import check_formats, check_options, check_templates
 from plait.server.gateway.access_log import start_log
 from plait.server.models.catalog import ModelCatalog, ModelEntry
 from plait.server.models.loading_threads import Load, Report
@@ -43,9 +43,11 @@ def run_models(
     """
     if config.kv_events is not None:
         raise ConfigError("kv_events: readers know one model for each address; serve one model")
-    for entry in (*catalog.entries, *([catalog.template] if catalog.template else [])):
+    entries = [*catalog.entries, *([catalog.template] if catalog.template else [])]
+    for entry in entries:
         check_options(entry.engine, config)
         check_formats(entry.tool_call_parser, entry.reasoning_parser)
+    check_templates(entry.engine for entry in entries)
     residents = ResidentModels(config, find_budget(config), make_load(config, begun), measure_front)
     pool = ModelPool(catalog, config, residents)
     log = start_log(config)

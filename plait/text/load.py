@@ -15,6 +15,7 @@ from plait.text.chat.jinja import JinjaTemplate
 from plait.text.chat.markers import FORMATS, MarkerTemplate
 from plait.text.chat.tekken import TekkenTemplate
 from plait.text.chat.template import ChatTemplate
+from plait.text.chat.template_file import read_template_file
 from plait.text.tokenizers import gguf_files, rwkv
 from plait.text.tokenizers.builtin import builtin_tokenizer, tiktoken_tokenizer
 from plait.text.tokenizers.gguf import gguf_tokenizer
@@ -249,7 +250,7 @@ def _sources(
 ) -> tuple[str, dict[str, str]]:
     """(where from, part name → Jinja source)."""
     if option is not None:
-        return option, {"default": _text(Path(option), option)}
+        return option, {"default": read_template_file(option)}
     if directory is not None:
         file = directory / "chat_template.jinja"
         if file.exists():
@@ -333,13 +334,8 @@ def _object(text: str, where: str) -> dict[str, object]:
     return value
 
 
-def _text(path: Path, option: str | None = None) -> str:
+def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        if option is not None:
-            known = ", ".join(FORMATS)
-            raise ConfigError(
-                f"chat_template: {option!r} is neither a readable file nor one of {known} ({error})"
-            ) from error
         raise BadFile(f"{path}: {error}") from error

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from plait.server.gateway.api_keys import Account
 
 SCOPE_KEY = "plait.exchange"
-CLIENT_LEFT = 499  # the status of a request before whose answer its client left
+CLIENT_LEFT = 499  # the status of a request that had no answer yet when its client left
 Outcome = Literal["finished", "cancelled", "rejected", "error"]
 SHOWN_LOAD_S = 0.01  # what is shorter was no loading
 

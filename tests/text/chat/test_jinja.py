@@ -121,9 +121,14 @@ def test_what_makes_a_template_useless_is_logged_or_refused(caplog: pytest.LogCa
         template(Recorded(1)).start(is_chosen=True)
 
 
-@pytest.mark.parametrize("place", ["file", "named part", "config", "GGUF", "option"])
+def test_an_option_that_is_too_long_is_refused_as_it_is_read(tmp_path: Path) -> None:
+    (path := tmp_path / "option.jinja").write_text(LONG)
+    with pytest.raises(ConfigError, match=rf"112000\d\d bytes, and at most {MAX_CHARS} characters are read"):
+        load_chat_template(directory=tmp_path, tokenizer=TOKENIZER, option=str(path))
+
+
+@pytest.mark.parametrize("place", ["file", "named part", "config", "GGUF"])
 def test_a_template_that_is_too_long_is_read_by_nothing(tmp_path: Path, place: str) -> None:
-    (tmp_path / "option.jinja").write_text(LONG)
     model = tmp_path / "model"
     model.mkdir()
     given: dict[str, Any] = {"directory": model, "tokenizer": TOKENIZER}
@@ -138,8 +143,6 @@ def test_a_template_that_is_too_long_is_read_by_nothing(tmp_path: Path, place: s
             (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": LONG}))
         case "GGUF":
             given = {"metadata": {"tokenizer.chat_template": LONG}, "tokenizer": TOKENIZER}
-        case "option":
-            given["option"] = str(tmp_path / "option.jinja")
     found = load_chat_template(**given)
     assert found is not None
     assert found.source == ""
