@@ -16,7 +16,7 @@ from msgspec import UNSET, UnsetType
 from plait.engine.admission import MAX_CACHE_PLACES, ServiceOptions, check_places
 from plait.errors import InvalidField
 from plait.request import RequestTrace
-from plait.sampling_fields import SamplingFields
+from plait.sampling_fields import SamplingFields, shorten
 from plait.server.anthropic.message_blocks import (
     MessageConversation,
     chat_output,
@@ -205,6 +205,9 @@ def plan(context: RequestContext, body: Mapping[str, object]) -> MessagesReply:
     refuse_words_of_a_chat(body, _UNREAD, _NAMES)
     _refuse(body, FIELDS)
     asked = parse_as(body, MessagesRequest)
+    if asked.max_tokens < 0:  # elsewhere clients that want no limit may leave it out
+        text = f"{shorten(asked.max_tokens)} is less than 0; send how many tokens the reply may have at most"
+        raise InvalidField(f"max_tokens: {text}", "max_tokens")
     found = _read_conversation(context, asked)
     sent = {name: value for name, value in body.items() if name in _PASSED}
     sent |= _translate_fields(asked) | {"stream": asked.stream}

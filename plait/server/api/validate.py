@@ -156,7 +156,7 @@ def any_model_name(asked: object) -> str:
 
 def completion_params(asked: CompletionRequest) -> SamplingParams:
     """Raises InvalidField."""
-    limit = _max_tokens(asked)
+    limit = _max_tokens(asked, "send n_predict: -1 for as many tokens as fit")
     limit = COMPLETION_MAX_TOKENS if limit is None else limit
     if limit == 0 and not asked.echo:
         raise InvalidField("max_tokens: 0 generates nothing; with echo it scores the prompt", "max_tokens")
@@ -168,7 +168,7 @@ def completion_params(asked: CompletionRequest) -> SamplingParams:
 
 def chat_params(asked: ChatRequest) -> SamplingParams:
     """Raises InvalidField. Without a limit the reply may use the rest of the context."""
-    limit = _max_tokens(asked)
+    limit = _max_tokens(asked, "leave it out for as many tokens as fit")
     if limit == 0:
         raise InvalidField("max_tokens: 0 generates nothing; send at least 1", "max_tokens")
     if asked.top_logprobs is not None and not asked.logprobs:
@@ -322,13 +322,14 @@ def _check_tool_calls(calls: object, at: str) -> None:
             raise InvalidField(f"{where}: it must be JSON text or an object", where)
 
 
-def _max_tokens(asked: Sampling) -> int | None:
-    if asked.max_completion_tokens is None:
-        return asked.max_tokens
-    if asked.max_completion_tokens < 1:
-        text = f"max_completion_tokens: {shorten(asked.max_completion_tokens)} is less than 1"
-        raise InvalidField(text, "max_completion_tokens")
-    return asked.max_completion_tokens
+def _max_tokens(asked: Sampling, advice: str) -> int | None:
+    """The limit that was sent, if any. Many clients send -1 for none: `advice` says what is sent for that."""
+    name, limit, least = "max_completion_tokens", asked.max_completion_tokens, 1
+    if limit is None:
+        name, limit, least = "max_tokens", asked.max_tokens, 0
+    if limit is not None and limit < least:
+        raise InvalidField(f"{name}: {shorten(limit)} is less than {least}; {advice}", name)
+    return limit
 
 
 def _params(

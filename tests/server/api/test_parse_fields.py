@@ -100,6 +100,63 @@ def test_no_limit_means_what_fits_on_both_paths(client: Client, engine: EchoLoop
     assert engine.requests[-1].params.max_tokens == COMPLETION_MAX_TOKENS
 
 
+CHAT = [{"role": "user", "content": "Hello"}]
+LEAVE_OUT, N_PREDICT = (
+    "leave it out for as many tokens as fit",
+    "send n_predict: -1 for as many tokens as fit",
+)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/v1/completions", {"prompt": "a", "max_tokens": -1}, f"max_tokens: -1 is less than 0; {N_PREDICT}"),
+        (
+            "/v1/chat/completions",
+            {"messages": CHAT, "max_tokens": -1},
+            f"max_tokens: -1 is less than 0; {LEAVE_OUT}",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": CHAT, "max_completion_tokens": -1},
+            f"max_completion_tokens: -1 is less than 1; {LEAVE_OUT}",
+        ),
+        (
+            "/v1/responses",
+            {"input": "a", "max_output_tokens": -1},
+            f"max_output_tokens: -1 is less than 1; {LEAVE_OUT}",
+        ),
+        (
+            "/v1/messages",
+            {"model": "default", "messages": CHAT, "max_tokens": -1},
+            "max_tokens: -1 is less than 0; send how many tokens the reply may have at most",
+        ),
+        ("/v1/completions", {"prompt": "a", "min_tokens": -1}, "min_tokens: -1 is less than 0"),
+    ],
+)
+def test_a_refused_limit_says_what_was_sent_and_what_to_send(
+    client: Client, path: str, body: dict[str, Any], message: str
+) -> None:
+    answer = client.post(path, body)
+    assert (answer.status, answer.json["error"]["message"]) == (400, message)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/completion", {"prompt": "a", "n_predict": -1}),
+        ("/api/generate", {"prompt": "a", "options": {"num_predict": -1}}),
+        ("/api/chat", {"messages": CHAT, "options": {"num_predict": -1}}),
+    ],
+)
+def test_no_limit_means_what_fits_where_it_is_minus_one(
+    client: Client, engine: EchoLoop, path: str, body: dict[str, Any]
+) -> None:
+    assert client.post(path, {"model": "default", "stream": False, **body}).status == 200
+    request = engine.requests[-1]
+    assert request.params.max_tokens == CONTEXT - len(request.prompt_token_ids)
+
+
 def test_a_request_in_ollama_s_words(client: Client, engine: EchoLoop) -> None:
     answer = client.chat("Hello there", options={"num_predict": 4, "seed": 9, "stop": ["x"]})
     assert answer.status == 200, answer.body

@@ -85,9 +85,9 @@ def test_what_cannot_be_honoured_is_refused_by_name(client: Client, body: Any, p
 @pytest.mark.parametrize(
     ("body", "text"),
     [
-        ({"n_predict": -5}, "n_predict: -5 is outside"),
+        ({"n_predict": -5}, "n_predict: -5 is less than 0; send n_predict: -1 for as many tokens as fit"),
         ({"repeat_penalty": -1}, "repeat_penalty: -1.0 is outside"),
-        ({"max_tokens": -5, "n_predict": None}, "max_tokens: -5 is outside"),
+        ({"max_tokens": -5, "n_predict": None}, "max_tokens: -5 is less than 0; send n_predict: -1"),
     ],
 )
 def test_a_refusal_names_the_field_as_it_was_sent(client: Client, body: Any, text: str) -> None:
