@@ -120,6 +120,11 @@ def cli() -> None:
     plait generate -m ./model -p "Once"     continue a text
     plait info ./model                      what it is and what it needs
     """
+    # Here it is once for each command line, whatever its command is, and before that reads its options.
+    if any(name.startswith("PLAIT_") for name in os.environ):
+        from plait.cli.common.unread_flags import warn_of_variables
+
+        warn_of_variables(os.environ)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

@@ -162,8 +162,11 @@ def test_a_misspelt_variable_is_reported(capsys: pytest.CaptureFixture[str]) -> 
     assert told.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", [("generate", "m", "-p", "x"), ("config", "m")])
-def test_every_command_of_an_engine_reports_misspelt_variables(
+ANY_COMMAND = [("generate", "m", "-p", "x"), ("config", "m"), ("families",), ("cluster", "config")]
+
+
+@pytest.mark.parametrize("command", ANY_COMMAND)
+def test_every_command_line_reports_misspelt_variables_once(
     plait: Run, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
 ) -> None:
     monkeypatch.setenv("PLAIT_THREDS", "2")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shlex
 import sys
@@ -20,7 +19,7 @@ from click.core import ParameterSource
 
 from plait.cli.common.help import path_completion
 from plait.cli.common.session import Session, log_to_stderr
-from plait.cli.common.unread_flags import variable_name, warn_of_variables
+from plait.cli.common.unread_flags import variable_name
 from plait.config import DAY_S, DEVICE, EngineConfig, ServerConfig
 from plait.engine.adapters import parse_named
 from plait.errors import ConfigError
@@ -184,14 +183,8 @@ def config_options(cls: type, *, without: Sequence[str] = ()) -> Decorator:
 
 def engine_options(*, without: Sequence[str] = ()) -> Decorator:
     """Every EngineConfig flag, and `--cpu` for `--device cpu`."""
-
-    def warn(ctx: click.Context, param: click.Parameter, value: bool) -> bool:
-        if ctx.parent is not None and not ctx.resilient_parsing:  # a command line, not text of one flag
-            warn_of_variables(os.environ)
-        return value
-
     text = "use the CPU, also when there is a GPU; as --device cpu"
-    cpu = click.option("--cpu", is_flag=True, callback=warn, help=text)
+    cpu = click.option("--cpu", is_flag=True, help=text)
     return options([cpu, config_options(EngineConfig, without=without)])
 
 
