@@ -219,12 +219,11 @@ def check_range(name: str, value: Any, low: float, high: float) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or (isinstance(value, float) and not math.isfinite(value)):
         raise InvalidField(f"{name}: {shorten(value)} is not a finite number", name)
-    if value < low and high == _INT64:
-        raise InvalidField(f"{name}: {shorten(value)} is less than {_limit_text(low)}", name)
     if not low <= value <= high:
-        raise InvalidField(
-            f"{name}: {shorten(value)} is outside [{_limit_text(low)}, {_limit_text(high)}]", name
-        )
+        is_below = value < low and high == _INT64  # which is no limit that a client thinks of
+        range_text = f"outside [{_limit_text(low)}, {_limit_text(high)}]"
+        wrong = f"less than {_limit_text(low)}" if is_below else range_text
+        raise InvalidField(f"{name}: {shorten(value)} is {wrong}", name)
 
 
 def check_whole(name: str, value: Any) -> None:
