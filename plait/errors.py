@@ -194,6 +194,13 @@ class EngineError(PlaitError):
     code = "engine_error"
 
 
+class EngineClosing(EngineError):
+    """The engine closes, as its server stops, and takes no more requests."""
+
+    status = 503
+    code = "not_ready"
+
+
 class EngineKilled(EngineError):
     """A request was in the last step of two engines, once alone, or of four. It is not tried again."""
 

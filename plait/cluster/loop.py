@@ -41,7 +41,7 @@ from plait.cluster.wire import (
 from plait.engine.admission import OnEvent
 from plait.engine.fingerprint import Fingerprint
 from plait.engine.metrics import WAITS_S, Histogram
-from plait.errors import EngineError, PlaitError, QueueFull
+from plait.errors import EngineClosing, EngineError, PlaitError, QueueFull
 from plait.request import Request
 from plait.server.gateway.joined_metrics import JoinedMetrics
 from plait.version import __version__
@@ -121,7 +121,7 @@ class ClusterLoop:
 
     def check_capacity(self) -> None:
         if self._is_closing or not self._thread.is_alive():
-            raise EngineError("the gateway is closing and takes no more requests")
+            raise EngineClosing("the gateway is closing and takes no more requests")
         if self._table is None:
             raise EngineError("no replica is there yet")
         if len(self._table) + self._num_arriving >= self.max_open:

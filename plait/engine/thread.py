@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from plait.engine.admission import OnEvent
 from plait.engine.core import Engine
 from plait.engine.fingerprint import NO_FINGERPRINT
-from plait.errors import DeviceLost, EngineError, QueueFull
+from plait.errors import DeviceLost, EngineClosing, EngineError, QueueFull
 from plait.request import Request
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class EngineLoop:
         if self.fault is not None:
             raise EngineError(f"the engine has stopped after a fault: {self.fault}") from self.fault
         if self._closing:
-            raise EngineError("the engine is closing and takes no more requests")
+            raise EngineClosing("the engine is closing and takes no more requests")
         if not self.engine.scheduler.has_capacity(self._arriving):
             most = self.engine.scheduler.limits.max_waiting
             raise QueueFull(f"max_waiting ({most}) requests wait already; try again later")

@@ -22,7 +22,7 @@ from plait.config import EngineConfig
 from plait.engine.admission import OnEvent
 from plait.engine.fingerprint import NO_FINGERPRINT, Fingerprint
 from plait.engine.metric_registry import RemoteMetrics
-from plait.errors import EngineError, EngineLost, EngineRestarting, PlaitError, QueueFull
+from plait.errors import EngineClosing, EngineError, EngineLost, EngineRestarting, PlaitError, QueueFull
 from plait.frontend.frontend import TEMPLATES_OWN, Front, Parsers
 from plait.loading.text_side import TextSource
 from plait.request import JsonStyle, Request
@@ -125,7 +125,7 @@ class EngineProcess:
         if not self._supervisor.mailbox.put(lambda s: self._submit(s, request, on_event, arrived)):
             with self._changed:
                 self._num_arriving -= 1
-            raise EngineError("the engine is closing and takes no more requests")
+            raise EngineClosing("the engine is closing and takes no more requests")
 
     def check_capacity(self) -> None:
         self._check_open()
@@ -327,7 +327,7 @@ class EngineProcess:
         if self._lost is not None:
             raise EngineLost(str(self._lost))
         if self._closing or self._has_ended:
-            raise EngineError("the engine is closing and takes no more requests")
+            raise EngineClosing("the engine is closing and takes no more requests")
         if self._ready is None:
             raise EngineError("the model is still loading")
 

@@ -87,6 +87,32 @@ def test_stopping_ends_what_takes_too_long_with_an_error() -> None:
     assert running.raised == []
 
 
+def test_a_request_that_is_prepared_when_the_time_to_stop_is_over_may_be_sent_again() -> None:
+    front, has_come, go = engine_front(), threading.Event(), threading.Event()
+    prepare = front.prepare
+
+    def wait(*given: Any, **more: Any) -> Any:
+        has_come.set()
+        assert go.wait(PATIENCE_S)
+        return prepare(*given, **more)
+
+    front.prepare = wait  # type: ignore[method-assign]
+    running = start(lambda report: front, ServerConfig(port=0, shutdown_timeout_s=0.05))
+    client = Client(running.url)
+    assert wait_until(lambda: client.get("/health").status == 200)
+    found: list[Any] = []
+    sending = threading.Thread(target=lambda: found.append(client.complete("Late")))
+    sending.start()
+    assert has_come.wait(PATIENCE_S)
+    running.server.should_exit = True
+    assert wait_until(lambda: not front.healthy)
+    go.set()
+    sending.join(PATIENCE_S)
+    running.stop()
+    assert (found[0].status, found[0].error["code"]) == (503, "not_ready")
+    assert found[0].headers["retry-after"]
+
+
 def test_a_request_that_takes_longer_than_its_timeout_ends_with_an_error() -> None:
     asked: dict[str, Any] = {"ignore_eos": True, "max_tokens": 1500, "timeout_s": 0.2}
     with serving(engine_front(step_s=0.01)) as client:

@@ -19,6 +19,7 @@ from plait.errors import (
     CapacityError,
     ContextTooLong,
     DeadlineExceeded,
+    EngineClosing,
     EngineError,
     EngineLost,
     ModelNotFound,
@@ -211,7 +212,7 @@ def _problem(error: BaseException) -> Problem:
         # Clients would ask twice more: for what their own limit ended, or for a reply that cannot be stored.
         case DeadlineExceeded() | StoreFull() | StoreUnavailable():
             return Problem(error.status, str(error), None, error.code, {"x-should-retry": "false"})
-        case CapacityError():
+        case CapacityError() | EngineClosing():
             again = error.headers if isinstance(error, ModelUnavailable) else _AGAIN
             return Problem(error.status, str(error), None, error.code, again)
         case EngineLost():
