@@ -21,7 +21,7 @@ KERNEL_FILE_LINES, KERNEL_FUNCTION_LINES = 600, 150
 # Lines of each folder of plait/ (".": its own modules): what there is, and 3 % of air. A cap falls when
 # lines go; it is raised in a commit of its own that says why, or not at all.
 CAPS = {
-    ".": 2_270,
+    ".": 2_280,
     "bench": 4_360,
     "checkpoint": 6_000,
     "cli": 6_770,
@@ -38,12 +38,12 @@ CAPS = {
     "quant": 2_530,
     "runner": 7_120,
     "schedule": 4_060,
-    "server": 18_920,
+    "server": 18_980,
     "spec": 1_400,
     "state": 2_100,
-    "text": 10_440,
+    "text": 10_500,
     "verify": 3_430,
-    "worker": 2_490,
+    "worker": 2_510,
 }
 
 # Lines of plait/ with `Any` (its imports, too) or typing's `cast`. It falls when they go, and is not raised:
