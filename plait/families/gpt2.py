@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from plait.checkpoint.names import NameMap, Rules, Source
+from plait.errors import UnsupportedModel
 from plait.families.common.recipes import (
     split_grouped_qkv,
     split_qkv,
@@ -63,6 +64,8 @@ def gpt_neo(c: Config) -> tuple[ModelSpec, NameMap]:
     c["head_dim"], c["sliding_window"] = c["hidden_size"] // c["num_heads"], c["window_size"]
     cycles = c.get("attention_types") or [[["global", "local"], len(c["layer_types"]) // 2]]
     words = c.get("attention_layers") or [word for cycle, times in cycles for word in cycle * times]
+    if len(words) != (count := len(c["layer_types"])):
+        raise UnsupportedModel(f"attention_types lists {len(words)} layers, and the config has {count}")
     kinds = {"global": FULL, "local": SLIDING}
     mixers = [gqa(c, kinds[word], scale=1.0, rope=None) for word in words]
     own: Rules = {

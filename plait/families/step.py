@@ -59,6 +59,14 @@ def find_kinds(c: Config, count: int) -> Sequence[str]:
     return ["sparse" if i in numbers else "dense" for i in range(count)]
 
 
+def _own_heads(c: Config, i: int) -> int | None:
+    """The heads that `per_layer_config` gives a layer: in transformers they win. Raises UnsupportedModel."""
+    own: dict[str, int] = (c.get("per_layer_config") or {}).get(str(i)) or {}
+    if odd := sorted(own.keys() - {"num_attention_heads"}):
+        raise UnsupportedModel(f"per_layer_config has {odd}; known of Step: num_attention_heads")
+    return own.get("num_attention_heads")
+
+
 def _attention(c: Config, i: int, kind: str) -> AttentionSpec:
     p = c["rope_parameters"].get(kind) or c["rope_parameters"][FULL]
     thetas, shares = p["rope_theta"], c.get("partial_rotary_factors")
@@ -68,11 +76,14 @@ def _attention(c: Config, i: int, kind: str) -> AttentionSpec:
         turns = {key: turns[key] for key in ("rope_theta", "partial_rotary_factor")} | {
             "rope_type": "default"
         }
-    own = Config({**c, "rope_parameters": {FULL: turns}})
+    own = c | {"rope_parameters": {FULL: turns}}
     other = c.get("attention_other_setting") or {}
-    if kind == SLIDING:
+    if told := _own_heads(c, i):
+        own["num_attention_heads"] = told
+    elif kind == SLIDING:
         heads = c.get("num_sliding_attention_heads") or other.get("num_attention_heads")
         own["num_attention_heads"] = heads or c["num_attention_heads"]
+    if kind == SLIDING:
         own["num_key_value_heads"] = other.get("num_attention_groups") or c["num_key_value_heads"]
     scale = float(c.get("query_pre_attn_scalar") or c["head_dim"]) ** -0.5
     rotates = (c.get("use_rope_layers") or [True] * (i + 1))[i]
