@@ -102,7 +102,7 @@ def _own_sizes(c: Config, i: int, kind: str) -> Mapping[str, object]:
 
 
 def _attention(c: Config, i: int, kind: str) -> MlaSpec:
-    own = Config({**c, **_own_sizes(c, i, kind)})
+    own = c | _own_sizes(c, i, kind)
     turned, mla = own["qk_rope_head_dim"], latent_attention(own)
     turn = replace(rope(own, own["head_dim"], kind, interleaved=True), dim=turned)
     indexer = None
@@ -144,7 +144,7 @@ def _gguf_names(c: Config) -> Rules:
         **index_names(c),
     }
     for i, kind in enumerate(c["layer_types"]):
-        own = {**c, **_own_sizes(c, i, kind)}
+        own = c | _own_sizes(c, i, kind)
         sizes = (own["num_attention_heads"], own["kv_lora_rank"], own["qk_nope_head_dim"])
         found[f"layers.{i}.attn.kv_b.weight"] = join_latents(*sizes, f"blk.{i}")
     return found

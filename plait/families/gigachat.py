@@ -176,7 +176,7 @@ def _latent(c: Config) -> MlaSpec:
 
 def _feed_forward(c: Config, sort: str) -> Mixer:
     if sort == "sparse":
-        c = Config({**c, "hidden_act": _activation(c)})
+        c = c | {"hidden_act": _activation(c)}
         return shared_moe(c, sigmoid_router(c))
     return replace(mlp(c), activation=_activation(c))
 

@@ -61,7 +61,7 @@ def glm5_next(c: Config) -> tuple[ModelSpec, NameMap]:
     check_silu(c)
     require(c, "GLM-5.3", qk_rope_head_dim=(0,), index_kpool_always_select_tail=(True,), mhc=(True,))
     delta, attns, each = _build_delta(c), _build_attention(c), norm(c)
-    cut = Config({**c, "hidden_act": choose_clipped(c)})
+    cut = c | {"hidden_act": choose_clipped(c)}
     ffn = {"dense": BranchSpec("ffn", mlp(cut), each)}
     if c.get("num_experts"):
         ffn["sparse"] = BranchSpec("ffn", shared_moe(cut, sigmoid_router(c)), each)

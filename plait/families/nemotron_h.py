@@ -128,7 +128,7 @@ def _of_block(c: Config, block: Mapping[str, object]) -> Config:
             f"block_configs: {odd[0]} = {values[odd[0]]!r} of one block is not implemented; known: "
             f"{', '.join(ours)}"
         )
-    own = Config({**c, **{ours[key]: value for key, value in values.items()}})
+    own = c | {ours[key]: value for key, value in values.items()}
     if own.get("num_experts") != c.get("num_experts"):
         raise UnsupportedModel(
             f"block_configs: {own['num_experts']} experts in one block and {c['num_experts']} in another are "

@@ -197,10 +197,9 @@ def _gguf_names(c: Config) -> Rules:
 
 def gguf_names_of_delta(c: Config) -> Rules:
     """Projections of both mixers, where they are in one tensor."""
-    config = Config(c)
     return {
-        **gated_q(config, ATTN, f"{B}.attn_q"),
-        **_qkv(config, f"{B}.attn_qkv.weight"),
+        **gated_q(c, ATTN, f"{B}.attn_q"),
+        **_qkv(c, f"{B}.attn_qkv.weight"),
         f"{MIX}.gate.weight": f"{B}.attn_gate.weight",
         f"{MIX}.beta.weight": f"{B}.ssm_beta.weight",
         f"{MIX}.decay.weight": f"{B}.ssm_alpha.weight",
@@ -210,14 +209,13 @@ def gguf_names_of_delta(c: Config) -> Rules:
 
 def _gguf_names_of_next(c: Config) -> Rules:
     """b and a of one key head lie together; in old files so do q, k, v and z."""
-    config = Config(c)
     apart: dict[str, Source] = {
-        **_qkv(config, f"{B}.attn_qkv.weight"),
+        **_qkv(c, f"{B}.attn_qkv.weight"),
         f"{MIX}.gate.weight": f"{B}.attn_gate.weight",
     }
-    whole = _qkvz(config, f"{B}.ssm_in.weight")
+    whole = _qkvz(c, f"{B}.ssm_in.weight")
     both: Rules = {key: (source, whole[key]) for key, source in apart.items()}
-    return {**_gguf_names(c), **both, **_ba(config, f"{B}.ssm_ba.weight")}
+    return {**_gguf_names(c), **both, **_ba(c, f"{B}.ssm_ba.weight")}
 
 
 @gguf_arch("qwen3next", "Qwen3NextForCausalLM", names=_gguf_names_of_next)

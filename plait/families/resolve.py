@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import difflib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from plait.checkpoint.names import Source, UnknownName, make_derived, sources_of
-from plait.errors import ConfigError, PlaitError, UnsupportedFormat, UnsupportedModel
+from plait.errors import ConfigError, UnsupportedFormat, UnsupportedModel
 from plait.families.common.inside import Inside, find_body
 from plait.families.common.recipes import Shifted
-from plait.families.common.registry import Family, UnknownArchitecture, families_by_name, find, names_in
+from plait.families.common.refused import why_no_decoder
+from plait.families.common.registry import Family, UnknownArchitecture, find, names_in
 from plait.families.common.resolved import Resolved
 from plait.families.config.aliases import ALIASES
 from plait.families.config.blocks import list_block_keys
@@ -25,15 +26,18 @@ from plait.families.config.normalize import (
     FULL,
     LINEAR,
     NOTHING,
+    ROPES,
     SHARE,
     SLIDING,
     Config,
     IncompleteConfig,
+    Kind,
     flatten,
     normalize,
     reads_share,
 )
-from plait.families.config.wrappers import list_texts
+from plait.families.config.reads import ReadConfig, as_unread
+from plait.families.config.wrappers import NESTS, list_texts
 from plait.families.detect.detect import HEADS, Shapes, infer_config, layer_kinds
 from plait.families.gguf.config import gguf_config
 from plait.families.gguf.effects import check_routers, check_scaling, check_windows
@@ -53,20 +57,10 @@ PACKED = (
     ".SCB",
 )
 STATES = (LINEAR, "conv")  # words of layer_types
-# Keys that a config may hold besides the aliases and the family's defaults. So --set may name them.
-KEYS = {
-    *("architectures", "model_type", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
-    *("rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq", "partial_rotary_factor"),
-    *("original_max_position_embeddings", "sliding_window", "sliding_window_pattern", "use_sliding_window"),
-    *("max_window_layers", "intermediate_size", "tie_word_embeddings", "attn_layer_indices", "mamba_expand"),
-    *("hybrid_override_pattern", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"),
-    *("v_head_dim", "first_k_dense_replace", "moe_layer_freq", "mlp_only_layers", "decoder_sparse_step"),
-    *("n_group", "topk_group", "topk_method", "scoring_func", "mlp_layer_types", "mamba_d_ssm", "num_heads"),
-    *("num_nextn_predict_layers", "attention_bias", "ssm_cfg", "rope_interleave", "mamba_hidden_act"),
-    *("norm_offset", "linear_key_head_dim", "topk_group", "use_mem_rope", "position_embedding_type"),
-    *("attn_type_list", "block_ff_dim", "full_attention_idx", "lru_width", "mamba_enabled", "no_rope"),
-    *("is_causal", "classifier_from_token", "id2label", "problem_type"),
-    *("postnorm", "rotary_dim", "rotary_pct", "tokenizer_vocab", "eos_token_id"),
+# Read where a model is used, not where its spec is built: by tokenizers, and by heads of scores and vectors.
+LATER = {
+    *("eos_token_id", "tokenizer_vocab", "classifier_from_token", "id2label", "problem_type"),
+    *("sentence_transformers", "pooling_type"),
 }
 
 
@@ -107,17 +101,28 @@ def _resolve_tensors(
     read: Callable[[str], Tensor],
     overrides: Sequence[str],
 ) -> Resolved:
-    """A config as far as it goes; names and shapes for the rest."""
     own = flatten(config or NOTHING)
     _check_storage(shapes)
-    flat, why = dict(own), dict.fromkeys(own, FILE)
-    given = _under_each_name(dict(map(parse_override, overrides)), flat)
-    flat |= given
-    why |= dict.fromkeys(given, SET)
-    _check_keys(given, flat, own)
+    given = dict(map(parse_override, overrides))
+    every = _under_each_name(given, own)
+    flat, why = own | every, dict.fromkeys(own, FILE) | dict.fromkeys(every, SET)
+    if _is_known(flat):
+        _check_instead(every, flat, find(flat))
     _tie(flat, why, shapes)
+    kind = partial(ReadConfig, reads=set[str]()) if given else Config
+    found = _complete(flat, why, shapes, partial(_build_with_head, shapes=shapes, read=read, kind=kind))
+    return _check_read(found, given, own)
+
+
+def _complete(
+    flat: Mapping[str, object],
+    why: dict[str, str],
+    shapes: Shapes,
+    build: Callable[[Mapping[str, object], dict[str, str]], Resolved],
+) -> Resolved:
+    """A config as far as it goes; names and shapes for the rest."""
     try:
-        return _build_with_head(flat, why, shapes, read)
+        return build(flat, why)
     except (IncompleteConfig, UnknownArchitecture) as error:
         if "ssm_cfg" in flat or (names_in(flat) and not _is_known(flat)):
             raise
@@ -129,9 +134,9 @@ def _resolve_tensors(
         if named:  # then it can be corrected by what the config lacks
             raise missing from None
         raise
-    known = {k: v for k, v in flat.items() if v is not None or k in given}
+    known = {k: v for k, v in flat.items() if v is not None or why[k] == SET}
     why = {**reasons, **{k: why[k] for k in known}}
-    return replace(_build_with_head({**inferred, **known}, why, shapes, read), is_detected=True)
+    return replace(build({**inferred, **known}, why), is_detected=True)
 
 
 def _check_storage(shapes: Shapes) -> None:
@@ -164,47 +169,64 @@ def _under_each_name(given: Mapping[str, object], flat: Mapping[str, object]) ->
     return found
 
 
-def _check_keys(given: Mapping[str, Any], flat: Mapping[str, object], own: Iterable[str]) -> None:
-    """Refuse keys that nothing reads, as they would be ignored in silence. `own`: those of the config."""
-    aliases = {name for others in ALIASES.values() for name in others}
-    known = {*KEYS, *ALIASES, *aliases, *NEUTRAL, *own}
-    families = [find(flat)] if _is_known(flat) else families_by_name().values()
-    for entry in families:
-        known |= set(entry.defaults)
-    for key in given:
-        if key not in known and not (_is_known(flat) and _is_needed(key, flat)):
-            near = difflib.get_close_matches(key, known, 1)
-            hint = f"; the nearest is {near[0]!r}" if near else ""
-            raise ConfigError(f"--set {key}=…: no model's config has such a key{hint}")
-    if len(families) == 1:
-        _check_read(given, flat, *families)
-    is_whole = "gguf_architecture" not in flat and not any(
-        reads_share(f.defaults, f.honours) for f in families
-    )
-    if is_whole and given.get(SHARE) not in (None, 1):
-        raise ConfigError(f"--set {SHARE}={given[SHARE]}: models of this family do not read it; leave it out")
-
-
-def _is_needed(key: str, flat: Mapping[str, object]) -> bool:
-    """Whether the family of a config cannot be built without a key of it."""
-    try:
-        with blame_config():
-            c = _normalize_config({k: v for k, v in flat.items() if k != key})
-            find(c).build(c)
-    except IncompleteConfig as error:
-        return error.key == key
-    except PlaitError:
-        return False
-    return False
-
-
-def _check_read(given: Mapping[str, object], flat: Mapping[str, object], entry: Family) -> None:
+def _check_instead(given: Mapping[str, object], flat: Mapping[str, object], entry: Family) -> None:
     """Refuse keys of which a family reads another one in this config. Raises ConfigError."""
     blocks = list_block_keys(flat)
     for key in given.keys() - {"block_configs"}:
         other = "block_configs" if key in blocks else entry.hf.instead.get(key)
         if other and other not in given and flat.get(other, entry.defaults.get(other)) is not None:
             raise ConfigError(f"--set {key}=…: of this model {other} is read instead; set that")
+
+
+def _check_read(found: Resolved, given: Mapping[str, object], own: Mapping[str, object]) -> Resolved:
+    """Refuse overrides that nothing reads, as they would be ignored in silence. Raises ConfigError.
+
+    given: by their keys. own: the config without them. The answer's config records nothing any more.
+    """
+    c = found.config
+    if not isinstance(c, ReadConfig):
+        return found
+    why_no_decoder(c)
+    plain = Config(c.items())  # of which no key is recorded
+    entry, read = find(plain), {"architectures", "model_type", *c.reads}
+    if "gguf_architecture" not in plain and not reads_share(entry.defaults, entry.honours):
+        read -= {SHARE, "rotary_pct", *ALIASES[SHARE]}
+    checked = NEUTRAL.keys() - set(entry.honours)  # another value than the neutral one was refused
+    for key, value in given.items():
+        is_true = key in checked or (key == SHARE and value in (None, 1))
+        names = {n for n in _list_names(key) if value is None or found.provenance.get(n) == SET}
+        if is_true or {key, *names} & (read | LATER):
+            continue
+        without = {**own, **{other: given[other] for other in given if other != key}}
+        if not _is_refused(without, is_whole=not found.is_detected):
+            raise as_unread(key, entry.name, read, _find_instead(key, read, own))
+    return replace(found, config=plain)
+
+
+def _list_names(key: str) -> set[str]:
+    """All names of what a key says."""
+    return next(({ours, *others} for ours, others in ALIASES.items() if key in (ours, *others)), {key})
+
+
+def _is_refused(config: Mapping[str, object], *, is_whole: bool) -> bool:
+    """Whether a config cannot be one, for a value that it has or (if it is whole) for one that it lacks."""
+    try:
+        with blame_config():
+            _normalize_config(config, Config) if is_whole else check_named(config)
+    except UnsupportedModel:
+        return True
+    return False
+
+
+def _find_instead(key: str, read: Collection[str], own: Mapping[str, object]) -> str:
+    """What to set instead of a key that is inside another one, or has others inside it; "" of other keys."""
+    if key in NESTS:
+        return "; a key inside it is set by its own name"
+    parts = {
+        k: part for k in (ROPES, "rope_scaling") if isinstance(part := own.get(k), Mapping) and k in read
+    }
+    around = next((k for k, part in parts.items() if key in part), None)
+    return f"; {around} has it: --set '{around}={{…}}'" if around else ""
 
 
 def _is_known(flat: Mapping[str, Any]) -> bool:
@@ -215,10 +237,10 @@ def _is_known(flat: Mapping[str, Any]) -> bool:
     return True
 
 
-def _normalize_config(flat: Mapping[str, Any]) -> Config:
+def _normalize_config(flat: Mapping[str, Any], kind: Kind) -> Config:
     entry = find(flat)
     check_named(flat)
-    return normalize(flat, entry.defaults, entry.honours, entry.hf.words)
+    return normalize(flat, entry.defaults, entry.honours, entry.hf.words, kind)
 
 
 def _tie(flat: dict[str, Any], why: dict[str, str], shapes: Shapes) -> None:
@@ -230,13 +252,17 @@ def _tie(flat: dict[str, Any], why: dict[str, str], shapes: Shapes) -> None:
 
 
 def _build_with_head(
-    flat: Mapping[str, object], why: dict[str, str], shapes: Shapes, read: Callable[[str], Tensor]
+    flat: Mapping[str, object],
+    why: dict[str, str],
+    shapes: Shapes,
+    read: Callable[[str], Tensor],
+    kind: Kind,
 ) -> Resolved:
     """What a config and the tensors say; a head with numbers of its own wins over a config that ties it.
 
     So does `transformers`. A copy of the embedding changes nothing: the model stays tied.
     """
-    built, told = _build_once(flat, shapes, why)
+    built, told = _build_once(flat, shapes, why, kind)
     if not built.spec.tied or told.get("tie_word_embeddings") == SET:
         return built
     try:
@@ -249,14 +275,14 @@ def _build_with_head(
     if _are_equal(_read_source(*head, read), _read_source(*table, read)):
         return built
     told = {**why, "tie_word_embeddings": f"tensor {stored[0]} {UNEQUAL} {stored[-1]}"}
-    return _build_once({**flat, "tie_word_embeddings": False}, shapes, told)[0]
+    return _build_once({**flat, "tie_word_embeddings": False}, shapes, told, kind)[0]
 
 
 def _build_once(
-    flat: Mapping[str, object], shapes: Shapes, why: Mapping[str, str]
+    flat: Mapping[str, object], shapes: Shapes, why: Mapping[str, str], kind: Kind
 ) -> tuple[Resolved, dict[str, str]]:
-    c, told = _normalize_config(flat), dict(why)
-    _let_tensors_win(c, told, shapes)
+    c, told = _normalize_config(flat, kind), dict(why)
+    c.make("layer_types", lambda c: _let_tensors_win(c["layer_types"], told, shapes))
     built = _build_resolved(c, told)
     body = find_body(shapes)
     if body or list_texts(names_in(flat)):
@@ -276,17 +302,18 @@ def _are_equal(head: Tensor, table: Tensor) -> bool:
     return alike and torch.equal(head[:8], table[:8]) and torch.equal(head, table)
 
 
-def _let_tensors_win(c: Config, why: dict[str, str], shapes: Shapes) -> None:
+def _let_tensors_win(kinds: list[str], why: dict[str, str], shapes: Shapes) -> list[str]:
     """Layer kinds from the tensors, which show what attends; a config that says otherwise is wrong."""
-    if why.get("layer_types") == SET or "hybrid" in c["layer_types"]:
-        return
-    attends = next((word for word in c["layer_types"] if word in (FULL, SLIDING)), FULL)
+    if why.get("layer_types") == SET or "hybrid" in kinds:
+        return kinds
+    attends = next((word for word in kinds if word in (FULL, SLIDING)), FULL)
     for i, (kind, name) in sorted(layer_kinds(shapes).items()):
-        if i >= len(c["layer_types"]) or _sort(said := c["layer_types"][i]) == _sort(kind):
+        if i >= len(kinds) or _sort(said := kinds[i]) == _sort(kind):
             continue
-        c["layer_types"][i] = kind if kind in STATES else attends
+        kinds[i] = kind if kind in STATES else attends
         if "; config.json says" not in why.get("layer_types", ""):
             why["layer_types"] = f"tensor {name}; config.json says layer {i} is {said}"
+    return kinds
 
 
 def _sort(kind: str) -> str:
@@ -296,17 +323,20 @@ def _sort(kind: str) -> str:
 
 def _build_resolved(c: Config, why: dict[str, str]) -> Resolved:
     entry = find(c)
+    if isinstance(c, ReadConfig):
+        c.reads.clear()
     spec, names = entry.build(c)
     check_spec(spec)
     if offset := c.get("norm_offset"):
         names = Shifted(names, float(offset))
+    values = dict(c.items())  # of which none is read here
     for ours, others in ALIASES.items():
-        other = next((o for o in others if o in why and c.get(o) is not None), None)
-        if ours in c and other is not None:
+        other = next((o for o in others if o in why and values.get(o) is not None), None)
+        if ours in values and other is not None:
             why.setdefault(ours, f"{why[other]}, as {other}")
     for key in entry.defaults:
         why.setdefault(key, f"default ({entry.name})")
-    for key in c:
+    for key in values:
         why.setdefault(key, "from the other keys")
     return Resolved(spec, names, c, why, spec.family)
 
@@ -315,15 +345,20 @@ def _resolve_gguf(
     metadata: Mapping[str, Any], shapes: Shapes, read: Callable[[str], Tensor], overrides: Sequence[str]
 ) -> Resolved:
     given = dict(map(parse_override, overrides))
-    flat, why = gguf_config(metadata, shapes, read, given)
-    own = [key for key in flat if why.get(key) != SET]
+    reads = set[str]()
+    kind = partial(ReadConfig, reads=reads) if given else Config
+    flat, why = gguf_config(metadata, shapes, read, given, kind)
+    read_first = set(reads)
+    own = {key: value for key, value in flat.items() if why.get(key) != SET}
     flat |= given
     why |= dict.fromkeys(given, SET)
-    _check_keys(given, flat, own)
-    c = _normalize_config(flat)
+    _check_instead(given, flat, find(flat))
+    c = _normalize_config(flat, kind)
     resolved = _build_resolved(c, why)
     check_routers(metadata, resolved.spec)
     check_windows(metadata, resolved.spec)
     check_scaling(metadata, flat.get("rope_scaling"), resolved.spec)
     names = gguf_names(c)
-    return Resolved(resolved.spec, names, c, resolved.provenance, resolved.family, hf_names=resolved.names)
+    reads |= read_first
+    found = replace(resolved, names=names, hf_names=resolved.names)
+    return _check_read(found, given, own)

@@ -50,7 +50,9 @@ def test_a_share_is_read_as_transformers_reads_it(name: str, tmp_path: Path) -> 
 def test_a_share_that_nothing_reads_is_refused_where_it_is_set(tmp_path: Path) -> None:
     tiny.write("llama", tmp_path)
     config, tensors, _ = tiny.read(tmp_path)
-    with pytest.raises(ConfigError, match=rf"--set {SHARE}=0.5: models of this family do not read it"):
+    with pytest.raises(
+        ConfigError, match=rf"--set {SHARE}=…: this model, of the family llama, does not read it"
+    ):
         resolved(Memory(tensors), config, overrides=[f"{SHARE}=0.5"])
     assert resolved(Memory(tensors), config, overrides=[f"{SHARE}=1"])
 

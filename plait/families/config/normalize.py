@@ -10,7 +10,7 @@ that no family honours are refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -19,8 +19,11 @@ from plait.families.config.aliases import ALIASES
 from plait.families.config.blocks import list_blocks
 from plait.families.config.gguf_keys import name_missing
 from plait.families.config.neutral import NEUTRAL
+from plait.families.config.odd_values import is_unrotated, read_infinity, refuse_null_scaling
 from plait.families.config.words import (
     ACTIVATIONS,
+    OLD_ROPE_KINDS,
+    OUTER_LENGTH,
     OWN_ACTIVATIONS,
     ROPE_KEYS,
     ROPE_KINDS,
@@ -31,6 +34,8 @@ from plait.families.config.words import (
 from plait.families.config.wrappers import lift_text
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
+Kind = Callable[[Mapping[str, object]], "Config"]
+Rope = dict[str, Any]  # the parameters of one kind of layer
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 CHUNKED = "chunked_attention"  # Llama 4, Rnj-1: a family says how long a chunk is
@@ -62,8 +67,6 @@ ROPE_WORDS = {**LAYER_WORDS, "main": SLIDING, "compress": FULL}
 MLP_WORDS = {"dense": "dense", "sparse": "sparse", "moe": "sparse", "hash_moe": "sparse"}
 WINDOW_LETTERS = {"L": SLIDING, "G": FULL}  # local, global
 PATTERN_LETTERS = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}  # Nemotron-H
-# Phi 3 as first published; sections for images (the second Hunyuan's, next to its alpha); Sarvam.
-OLD_ROPE_KINDS = {"su": "longrope", "mrope": "default", "xdrope": "dynamic", "deepseek_yarn": "yarn"}
 
 
 class IncompleteConfig(UnsupportedModel):
@@ -84,51 +87,60 @@ class Config(dict[str, Any]):
             f"config.json does not say {key!r}, which this model needs; give it with --set {key}=VALUE", key
         )
 
+    def __or__(self, other: Mapping[str, object]) -> Config:  # type: ignore[override]
+        return Config({**self, **other})
+
+    def make(self, key: str, how: Callable[[Config], object]) -> None:
+        """Set a key to what `how` makes of other ones."""
+        self[key] = how(self)
+
 
 def normalize(
     config: Mapping[str, Any],
     defaults: Mapping[str, object] = NOTHING,
     honours: Collection[str] = (),
     words: Mapping[str, str] = NOTHING,
+    kind: Kind = Config,
 ) -> Config:
     """A raw config, in the one vocabulary of this module's docstring.
 
     defaults: the family's values of absent keys; honours: the keys of `neutral.NEUTRAL` it takes care of, and
     the key that says which part of a head turns;
-    words: ours -> the family's own, which comes first where a config has several names of one thing.
+    words: ours -> the family's own, which comes first where a config has several names of one thing;
+    kind: what makes a Config of a dict.
     Raises UnsupportedModel for a word that is not known or a key that no family honours.
     """
-    flat = flatten(config)
+    flat = kind(flatten(config))
     _refuse(flat, honours)
-    c = Config({k: v for k, v in flat.items() if v is not None or (k in defaults and k != ROPES)})
+    c = kind({k: v for k, v in flat.items() if v is not None or (k in defaults and k != ROPES)})
     for ours, others in ALIASES.items():
         _alias(c, ours, others, words.get(ours))
     for key, value in _usual(defaults, flat):
         c.setdefault(key, value)
     _hoist_growth(c)
-    if not c.get("use_sliding_window", True):
-        c["sliding_window"] = None
+    if c.get("sliding_window") and "use_sliding_window" in c:
+        c.make("sliding_window", lambda c: c["sliding_window"] if c["use_sliding_window"] else None)
     _heads(c)
     if "hidden_act" in c:
         own = OWN_ACTIVATIONS.get(str(defaults.get("hidden_act")), {})
-        c["hidden_act"] = _word(c["hidden_act"], {**ACTIVATIONS, **own}, "hidden_act")
-    if _is_unrotated(flat):
-        c["no_rope"] = True
-    c["rope_parameters"] = _rope(c)
+        c.make("hidden_act", lambda c: _word(c["hidden_act"], {**ACTIVATIONS, **own}, "hidden_act"))
+    if is_unrotated(flat):
+        c.make("no_rope", lambda _: is_unrotated(flat))
+    c.make(ROPES, _rope)
     if "gguf_architecture" not in flat and not reads_share(defaults, honours):
-        _turn_heads(c, "rotary_dim" in (*defaults, *honours))
-    if kinds := c.get("layer_types"):
-        c["layer_words"] = kinds
-    c["layer_types"] = _layer_types(c)
+        reads_dim = "rotary_dim" in (*defaults, *honours)
+        c.make(ROPES, lambda c: _turn_heads(c, c[ROPES], reads_dim))
+    if c.get("layer_types"):
+        c.make("layer_words", lambda c: c["layer_types"])
+    c.make("layer_types", _layer_types)
     if c.get("num_experts"):
-        c.setdefault("moe_intermediate_size", c.get("intermediate_size"))
-        c["mlp_layer_types"] = _mlp_layer_types(c)
+        _experts(c)
     return c
 
 
 def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
     """The text model's keys at the top: a nested text config wins, except for what names the whole model."""
-    flat = lift_text({k: _plain(v) for k, v in config.items()})
+    flat = lift_text({k: read_infinity(v) for k, v in config.items()})
     _hoist_growth(flat)
     return flat | list_blocks(flat)
 
@@ -140,15 +152,6 @@ def _hoist_growth(c: dict[str, Any]) -> None:
             c[key] = {k: v for k, v in given.items() if k != "llama_4_scaling_beta"}
             c["llama_4_scaling_beta"] = given["llama_4_scaling_beta"]
             return
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no infinity; some configs spell it {"__float__": "Infinity"}."""
-    if isinstance(value, Mapping):
-        if set(value) == {"__float__"}:
-            return float(value["__float__"])
-        return {k: _plain(v) for k, v in value.items()}
-    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 def _refuse(flat: Mapping[str, Any], honours: Collection[str]) -> None:
@@ -170,30 +173,15 @@ def _usual(defaults: Mapping[str, object], flat: Mapping[str, object]) -> Iterab
     if flat.get("rope_scaling") or "gguf_architecture" in flat:
         return ((key, value) for key, value in defaults.items() if key != ROPES)
     if "rope_scaling" in flat and not flat.get(ROPES):
-        _refuse_null_scaling(flat, defaults.get(ROPES))
+        refuse_null_scaling(flat, defaults.get(ROPES))
     return defaults.items()
 
 
-def _refuse_null_scaling(flat: Mapping[str, object], usual: object) -> None:
-    """Raises UnsupportedModel for `rope_scaling: null` of a family that has a scaling where none is named.
-
-    transformers 4 scaled nothing then, and wrote it so. transformers 5 reads it as an absent key.
-    """
-    if isinstance(usual, Mapping) and (kind := usual.get("rope_type", "default")) != "default":
-        raise UnsupportedModel(
-            f"the config has rope_scaling = {flat['rope_scaling']!r}: to transformers 4 no scaling "
-            f"at all, to transformers 5 the family's own ({kind}, factor {usual.get('factor')}); give one: "
-            """--set 'rope_scaling={"rope_type": "default"}' or --set 'rope_scaling={…}'"""
-        )
-
-
 def _alias(c: Config, ours: str, others: tuple[str, ...], own: str | None) -> None:
-    if own in others and c.get(own) is not None:
-        c[ours] = c[own]
-    if c.get(ours) is None:
-        found = next((c[o] for o in others if c.get(o) is not None), None)
-        if found is not None:
-            c[ours] = found
+    first = (own,) if own in others else ()
+    name = next((name for name in (*first, ours, *others) if c.get(name) is not None), ours)
+    if name != ours:
+        c.make(ours, lambda c: c[name])
 
 
 def _word(value: Any, known: Mapping[str, str], key: str) -> str:
@@ -207,23 +195,23 @@ def _heads(c: Config) -> None:
     if heads is None:
         return
     if c.get("num_key_value_heads") is None:
-        c["num_key_value_heads"] = heads
+        c.make("num_key_value_heads", lambda c: c["num_attention_heads"])
     if isinstance(c["num_key_value_heads"], list):
         raise UnsupportedModel("num_key_value_heads that differ from layer to layer are not implemented")
     if c.get("head_dim") is None and "hidden_size" in c:
-        c["head_dim"] = c["hidden_size"] // heads
+        c.make("head_dim", lambda c: c["hidden_size"] // c["num_attention_heads"])
 
 
-def _rope(c: Config) -> dict[str, dict[str, Any]]:
+def _rope(c: Config) -> dict[str, Rope]:
     """One set of rope parameters per kind of attention layer."""
     given, old = c.get("rope_parameters") or {}, c.get("rope_scaling") or {}
     nested = {k: v for k, v in given.items() if isinstance(v, dict)}
     local = {} if (base := c.get("rope_local_base_freq")) is None else {"rope_theta": base}
     if nested:
-        c["rope_words"] = [*nested]
+        c.make("rope_words", lambda _: [*nested])
         nested = {k: {**local, **v} if k in (SLIDING, CHUNKED) else v for k, v in nested.items()}
         return {_word(k, ROPE_WORDS, "rope_parameters"): _rope_kind(c, v) for k, v in nested.items()}
-    full = _rope_kind(c, {**old, **given})
+    full = _rope_kind(c, {**old, **given}, is_one=True)
     if local:  # Gemma 3, Rnj-1: scaling is for full layers only
         return {FULL: full, **{kind: _rope_kind(c, local) for kind in (SLIDING, CHUNKED)}}
     return {FULL: full, SLIDING: full}
@@ -234,13 +222,13 @@ def reads_share(defaults: Collection[str], honours: Collection[str]) -> bool:
     return bool({SHARE, "rotary_pct"} & {*defaults, *honours})
 
 
-def _turn_heads(c: Config, reads_dim: bool) -> None:
+def _turn_heads(c: Config, ropes: dict[str, Rope], reads_dim: bool) -> dict[str, Rope]:
     """Let whole heads turn, or `rotary_dim` of them, in a family that reads no share: so does transformers.
 
     Raises UnsupportedModel next to a scaling, which transformers cannot run.
     """
     share = c["rotary_dim"] / c["head_dim"] if reads_dim and c.get("rotary_dim") else 1.0
-    for p in c[ROPES].values():
+    for p in ropes.values():
         if p[SHARE] != share and p["rope_type"] != "default":
             advice = f"--set {SHARE}=null" if c.get(SHARE) else f"--set '{ROPES}={{…}}' without it"
             raise UnsupportedModel(
@@ -248,15 +236,11 @@ def _turn_heads(c: Config, reads_dim: bool) -> None:
                 f"{c.get('model_type') or c.get('architectures')}, which does not read it; {advice}"
             )
         p[SHARE] = share
+    return ropes
 
 
-def _is_unrotated(flat: Mapping[str, Any]) -> bool:
-    """A base that is there and null says that nothing is rotated (OLMo-Hybrid); an absent one does not."""
-    found = [p["rope_theta"] for p in (flat, flat.get("rope_parameters") or NOTHING) if "rope_theta" in p]
-    return bool(found) and not any(found)
-
-
-def _rope_kind(c: Config, given: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_kind(c: Config, given: Mapping[str, Any], *, is_one: bool = False) -> Rope:
+    """Rope parameters with what they leave to other keys. is_one: those of all layers, as in transformers."""
     known = ROPE_KEYS | SECTION_KEYS if any(key in given for key in SECTIONS) else ROPE_KEYS
     if unknown := sorted(set(given) - known):
         raise UnsupportedModel(f"rope parameters {unknown} are not known; known: {', '.join(sorted(known))}")
@@ -266,7 +250,7 @@ def _rope_kind(c: Config, given: Mapping[str, Any]) -> dict[str, Any]:
         kind = "longrope"
     kind = OLD_ROPE_KINDS.get(kind, kind)
     p["rope_type"] = _word(kind, {k: k for k in ROPE_KINDS}, "rope_type")
-    p.setdefault("rope_theta", c.get("rope_theta") or 10_000.0)
+    _complete(p, "rope_theta", lambda: c.get("rope_theta") or 10_000.0)
     if alpha := p.pop("alpha", None):  # Hunyuan: another base, at every length
         if kind != "dynamic":
             raise UnsupportedModel(f"alpha of rope_type {kind!r} is not implemented; known: of dynamic")
@@ -277,20 +261,30 @@ def _rope_kind(c: Config, given: Mapping[str, Any]) -> dict[str, Any]:
             f"rope parameters of rope_type {kind!r} need {absent[0]!r}, which the config does not say; give "
             f"all of them with --set '{ROPES if c.get(ROPES) else 'rope_scaling'}={{…}}'"
         )
-    share = c["rotary_dim"] / c["head_dim"] if c.get("rotary_dim") and c.get("head_dim") else 1.0
-    p.setdefault(SHARE, c.get(SHARE) or c.get("rotary_pct") or share)
+    _complete(p, SHARE, lambda: c.get(SHARE) or c.get("rotary_pct") or _find_share(c))
     if p["rope_type"] == "proportional":  # the others of a head have a frequency of 0
         p["share"], p[SHARE] = p[SHARE], 1.0
     elif p["rope_type"] not in ("default", "linear", "divisors"):
-        longest = c.get("max_position_embeddings")
-        p.setdefault("max_position_embeddings", longest)
-        p.setdefault("original_max_position_embeddings", c.get("original_max_position_embeddings") or longest)
-        if p["original_max_position_embeddings"] is None:
+        longest, original = "max_position_embeddings", "original_max_position_embeddings"
+        _complete(p, longest, lambda: c.get(longest))
+        outer = c.get(original) if is_one and p["rope_type"] in OUTER_LENGTH else None
+        p[original] = outer or p.get(original) or c.get(original) or c.get(longest)
+        if p[original] is None:
             raise IncompleteConfig(
                 f"config.json does not say 'max_position_embeddings', which positions of rope_type {kind!r} "
                 "need; give it with --set max_position_embeddings=VALUE"
             )
     return p
+
+
+def _complete(p: Rope, key: str, how: Callable[[], object]) -> None:
+    """Set a key if it is absent: otherwise the keys of the config that `how` reads have no effect."""
+    if key not in p:
+        p[key] = how()
+
+
+def _find_share(c: Config) -> float:
+    return c["rotary_dim"] / c["head_dim"] if c.get("rotary_dim") and c.get("head_dim") else 1.0
 
 
 def _layer_types(c: Config) -> list[str]:
@@ -302,10 +296,10 @@ def _layer_types(c: Config) -> list[str]:
     else:
         found = _linear_kinds(c) or _cycle_kinds(c)
         kinds = found or [_layer_kind(c, i) for i in range(c["num_hidden_layers"])]
-    extra = c.get("num_nextn_predict_layers") or 0
-    if extra and len(kinds) == c.get("num_hidden_layers", 0) + extra:
-        return kinds[:-extra]  # the last are those of drafts (Step)
     if "num_hidden_layers" in c and len(kinds) != c["num_hidden_layers"]:
+        extra = c.get("num_nextn_predict_layers") or 0
+        if extra and len(kinds) == c["num_hidden_layers"] + extra:
+            return kinds[:-extra]  # the last are those of drafts (Step)
         raise UnsupportedModel(
             f"the config names {len(kinds)} layer types for {c['num_hidden_layers']} layers; they must agree"
         )
@@ -380,9 +374,16 @@ def rotates(c: Config, i: int) -> bool:
     return bool(flags[i] if flags else (i + 1) % c["no_rope_layer_interval"])
 
 
+def _experts(c: Config) -> None:
+    if "moe_intermediate_size" not in c:
+        c.make("moe_intermediate_size", lambda c: c.get("intermediate_size"))
+    if c.get("mlp_layer_types"):
+        c.make("mlp_layer_words", lambda c: c["mlp_layer_types"])
+    c.make("mlp_layer_types", _mlp_layer_types)
+
+
 def _mlp_layer_types(c: Config) -> list[str]:
     if given := c.get("mlp_layer_types"):
-        c["mlp_layer_words"] = given
         return [_word(w, MLP_WORDS, "mlp_layer_types") for w in given]
     count = len(c["layer_types"])
     if isinstance(frequency := c.get("moe_layer_freq"), list):

@@ -23,6 +23,8 @@ OWN_ACTIVATIONS: Mapping[str, Mapping[str, str]] = {
     "swiglu": {"swiglu": "silu"},  # Jais, of which the gate is a word of its activation
 }
 ROPE_KINDS = ("default", "divisors", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
+# Phi 3 as first published; sections for images (the second Hunyuan's, next to its alpha); Sarvam.
+OLD_ROPE_KINDS = {"su": "longrope", "mrope": "default", "xdrope": "dynamic", "deepseek_yarn": "yarn"}
 SECTIONS = ("mrope_section", "xdrope_section")  # are for images: text turns them alike
 ROPE_KEYS = {
     *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "attention_factor", "truncate"),
@@ -31,6 +33,7 @@ ROPE_KEYS = {
     *("alpha", "short_mscale", "long_mscale", "finetuned", "mrope_interleaved", *SECTIONS),
 }
 SECTION_KEYS = {*SECTIONS, "mrope_interleaved", "interleaved"}  # the last is known next to sections alone
+OUTER_LENGTH = ("llama3", "yarn", "longrope")  # an original length next to the parameters wins over theirs
 # What a kind of scaling cannot do without.
 ROPE_NEEDS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("linear", "dynamic", "yarn"), ("factor",)),

@@ -17,7 +17,7 @@ from plait.errors import UnsupportedModel
 from plait.families.common.registry import families_by_name
 from plait.families.config.checks import check_config
 from plait.families.config.gguf_keys import KEYS
-from plait.families.config.normalize import FULL, LINEAR, NOTHING
+from plait.families.config.normalize import FULL, LINEAR, NOTHING, Config, Kind
 from plait.families.gguf.arch import ARCHITECTURES, FILE, Arch, Metadata, Shapes, Values
 from plait.families.gguf.effects import check_unread
 from plait.families.gguf.unserved import UNSERVED
@@ -35,9 +35,14 @@ FACTORS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier"
 
 
 def gguf_config(
-    metadata: Values, shapes: Shapes, read: Callable[[str], Tensor], given: Values = NOTHING
+    metadata: Values,
+    shapes: Shapes,
+    read: Callable[[str], Tensor],
+    given: Values = NOTHING,
+    kind: Kind = Config,
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """(config, provenance). `read` is called for divisors of frequencies alone. `given`: for absent keys.
+    `kind`: of the config that the architecture's own code sees.
 
     Raises UnsupportedModel, as IncompleteConfig where a key is absent.
     """
@@ -68,7 +73,9 @@ def gguf_config(
         m.put("is_causal", False, f"{FILE} {m.prefix}attention.causal")
     if (pooling := m.values.get("pooling_type")) is not None:
         m.put("pooling_type", pooling, f"{FILE} {m.prefix}pooling_type")
+    m.config = kind(m.config)
     entry.read(m)
+    m.config = Config(m.config.items())
     if "rope_theta" not in m.config:  # no family's number stands for that of a file
         m.put("rope_theta", 1e4, "default (the GGUF format)")
     check_unread(m)

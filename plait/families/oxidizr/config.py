@@ -6,13 +6,13 @@ remembers where every value came from. It collects everything that does not fit,
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from plait.errors import ConfigError, PlaitError, UnsupportedModel
+from plait.families.config.reads import as_unread, list_near
 
 NOTHING: Mapping[str, object] = MappingProxyType({})
 FILE, SET = "config.json", "--set"
@@ -96,6 +96,8 @@ class OxidizrFacts:
         self.values: dict[str, object] = {}
         self.provenance: dict[str, str] = {}
         self.problems: list[PlaitError] = []
+        self.given = [key for key, _ in map(parse_override, overrides)]
+        self.read = {"sliding_window", "use_alibi"}  # whatever the layers are
         for key, value in flatten(config or NOTHING).items():
             self._state(key, value, FILE)
         for override in overrides:
@@ -122,11 +124,12 @@ class OxidizrFacts:
 
     def find(self, key: str) -> Any:
         """The config's value, or what a tensor showed before; None if neither has one."""
+        self.read.add(key)
         return self.values.get(key)
 
     def tensor(self, key: str, value: object, source: str) -> Any:
         """A value that a tensor decides. What the config says otherwise is a problem, never a choice."""
-        stated = self.values.get(key)
+        stated = self.find(key)
         if stated is None:
             self.values[key], self.provenance[key] = value, f"tensor {source}"
         elif stated != value:
@@ -141,10 +144,16 @@ class OxidizrFacts:
 
     def default(self, key: str, value: object, why: str = "") -> Any:
         """A value that no tensor shows: the config's, else this one."""
-        if self.values.get(key) is None:
+        if self.find(key) is None:
             self.values[key] = value
             self.provenance[key] = f"default ({value}{f': {why}' if why else ''})"
         return self.values[key]
+
+    def check_read(self) -> None:
+        """Raises ConfigError for an override that nothing reads, as it would be ignored in silence."""
+        for key in self.given:
+            if key not in self.read:
+                raise as_unread(key, "oxidizr", self.read)
 
     def raise_problems(self) -> None:
         """One error that holds them all; its type is the first one's."""
@@ -192,9 +201,9 @@ def parse_override(text: str) -> tuple[str, object]:
     if not equals:
         raise ConfigError(f"--set {text}: it is written key=value")
     if key not in KEYS:
-        near = difflib.get_close_matches(key, [*KEYS, *ALIASES], 1)
-        hint = f"; the nearest is {near[0]!r}" if near else ""
-        raise ConfigError(f"--set {text}: {key!r} is not a key of this format{hint}")
+        raise ConfigError(
+            f"--set {text}: {key!r} is not a key of this format{list_near(key, [*KEYS, *ALIASES])}"
+        )
     try:
         return key, json.loads(value)
     except ValueError:

@@ -109,6 +109,7 @@ def resolve_oxidizr(
     stack = ours.get(next((n for n in ours if ".stacked.gate." in n), ""), (0, spec.hidden_size, 0))
     rules = list_rules(catalog, take_a, _count_heads(parts), flip_stacks=stack[1] == spec.hidden_size)
     names = NameMap(rules, head, ignored=(*IGNORED, rf"^{MTP}"))
+    facts.check_read()
     return Resolved(spec, names, Config(facts.values), facts.provenance, "oxidizr", is_detected=not config)
 
 

@@ -210,8 +210,14 @@ def test_what_a_message_advises_to_set_may_be_set() -> None:
     with pytest.raises(UnsupportedModel, match="--set rope_head_dim=… corrects it"):
         build(IQUEST)
     assert build(IQUEST, "rope_head_dim=8")  # no family's default, and no alias
-    with pytest.raises(ConfigError, match="no model's config has such a key; the nearest is 'rope_head_dim'"):
-        build(IQUEST, "rope_haed_dim=8")
+    with pytest.raises(ConfigError, match="does not read it; near keys that are read: rope_head_dim"):
+        build({**IQUEST, "rope_head_dim": 8}, "rope_haed_dim=8")
+    unread = {**LLAMA, "encoder_layers": 2**40}  # which is refused, although no decoder reads it
+    with pytest.raises(UnsupportedModel, match="--set encoder_layers=… corrects it"):
+        build(unread)
+    assert build(unread, "encoder_layers=2") == build(LLAMA)
+    with pytest.raises(ConfigError, match=r"--set encoder_layers=…: this model, .* does not read it"):
+        build({**LLAMA, "encoder_layers": 2}, "encoder_layers=3")
 
 
 def test_a_key_that_a_family_cannot_do_without_may_be_set() -> None:

@@ -158,7 +158,9 @@ def test_overrides_are_json_and_name_a_key_that_exists() -> None:
         parse_override("hidden_act=silu")
     with pytest.raises(ConfigError, match="key=value"):
         parse_override("hidden_act")
-    with pytest.raises(ConfigError, match="nearest is 'rope_theta'"):
+    with pytest.raises(
+        ConfigError, match="family llama, does not read it; near keys that are read: rope_theta"
+    ):
         resolve(LLAMA, {}, read=dict[str, Any]().__getitem__, overrides=["rope_tetha=5"])
 
 

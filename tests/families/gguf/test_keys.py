@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from plait.errors import PlaitError, UnsupportedModel
+from plait.errors import ConfigError, PlaitError, UnsupportedModel
 from plait.families.common.alibi import spread_slopes
 from plait.families.common.registry import families_by_name
 from plait.families.config.normalize import IncompleteConfig
@@ -24,6 +24,7 @@ from plait.families.gguf.effects import HARMLESS
 from plait.families.gguf.unserved import UNSERVED
 from plait.spec.model import AttentionSpec, MoeSpec
 from plait.spec.positions import RopeSpec
+from plait.spec.recurrent import DeltaNetSpec
 from tests.families.gguf.recorded import RECORDED
 from tests.families.gguf.test_recorded import metadata_of
 from tests.families.parity import Memory, resolved
@@ -329,6 +330,20 @@ def test_a_count_that_is_too_large_may_be_corrected() -> None:
     found = resolved(file, gguf=metadata, overrides=["num_key_value_heads=2"])
     assert [m.num_kv_heads for m in found.spec.mixers_of(AttentionSpec)] == [2] * len(found.spec.layers)
     assert found.provenance["num_key_value_heads"] == "--set"
+
+
+def test_a_key_may_be_set_where_the_model_or_the_code_of_its_architecture_reads_it() -> None:
+    file, metadata = Memory({"token_embd.weight": torch.zeros(97, 32)}), metadata_of("qwen3")
+    assert resolved(file, gguf=metadata, overrides=["norm_eps=0.125"]).spec.norm.eps == 0.125
+    with pytest.raises(ConfigError, match="--set mamba_d_ssm=…: this model, of the family qwen3, does not"):
+        resolved(file, gguf=metadata, overrides=["mamba_d_ssm=64"])
+    sizes = {"inner_size": 64, "time_step_rank": 4, "group_count": 2, "state_size": 8, "conv_kernel": 4}
+    own = {f"ssm.{key}": size for key, size in sizes.items()}
+    metadata = metadata_of("qwen3next", **own, **{"attention.key_length": 8})
+    file["blk.0.ssm_a"] = torch.zeros(4)
+    for said, dim in ((), 16), (["mamba_d_ssm=128"], 32):
+        mixers = resolved(file, gguf=metadata, overrides=said).spec.mixers_of(DeltaNetSpec)
+        assert {mixer.value_dim for mixer in mixers} == {dim}
 
 
 def test_a_key_of_one_architecture_alone_is_named() -> None:

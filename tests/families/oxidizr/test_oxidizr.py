@@ -256,8 +256,19 @@ def test_overrides_win_and_show() -> None:
     resolved = resolve(HYBRID_CONFIG, tensors, overrides=("experts_per_tok=1", "max_position_embeddings=9"))
     assert resolved.spec.layers[1][1].mixer.top_k == 1
     assert (resolved.spec.max_len, resolved.provenance["max_seq_len"]) == (9, "--set")
-    with pytest.raises(ConfigError, match=r"'experts_per_token' is not a key.*nearest is 'experts_per_tok'"):
+    with pytest.raises(
+        ConfigError, match=r"'experts_per_token' is not a key.*near keys that are read: experts_per_tok"
+    ):
         resolve(None, tensors, overrides=("experts_per_token=1",))
+
+
+def test_an_override_of_a_key_that_no_layer_reads_is_refused() -> None:
+    tensors = golden(HYBRID)
+    with pytest.raises(
+        ConfigError, match="--set mamba3_mimo_rank=…: this model, of the family oxidizr, does"
+    ):
+        resolve(HYBRID_CONFIG, tensors, overrides=("mamba3_mimo_rank=2",))
+    assert resolve(HYBRID_CONFIG, tensors, overrides=("mamba2_chunk_size=64", "rms_norm_eps=0.125"))
     with pytest.raises(ConfigError, match="is not JSON"):
         resolve(None, tensors, overrides=("layer_types=Mamba2",))
     with pytest.raises(ConfigError, match="max_seq_len is -1; it must be a whole number"):
@@ -413,7 +424,7 @@ def test_its_own_files_are_known(config: Any, names: list[str]) -> None:
     ("given", "message"),
     [
         ("hidden_size", "it is written key=value"),
-        ("hiden_size=3", "not a key of this format; the nearest is 'hidden_size'$"),
+        ("hiden_size=3", "not a key of this format; near keys that are read: hidden_size"),
     ],
 )
 def test_an_override_that_is_none_says_what_is_wrong(given: str, message: str) -> None:
