@@ -103,17 +103,22 @@ Structure = tuple[Part, ...]
 
 
 Style = Literal["json", "line", "python", "tags", "quoted"]
-NUMBER, NAME, ARGUMENTS, LINE = "\0", "\1", "\2", "\3"  # in the texts of a `Frame`
+NUMBER, NAME, ARGUMENTS, LINE, CALL_ID = "\0", "\1", "\2", "\3", "\4"  # in the texts of a `Frame`
 _BREAK = OneOf(((Text("\n"),), ()))
-_PLACES: Mapping[str, Part] = {NUMBER: RegexPiece("[0-9]{1,3}"), LINE: _BREAK}
+_PLACES: Mapping[str, Part] = {
+    NUMBER: RegexPiece("[0-9]{1,3}"),
+    LINE: _BREAK,
+    CALL_ID: RegexPiece("[A-Za-z0-9]{9}"),
+}
 
 
 class Frame(Struct, frozen=True):
     """How a format writes calls: `opening`, then calls with `separator` between them, then `closing`.
 
-    `call`: a text with `NAME`, `ARGUMENTS` (written as `style`) and perhaps `NUMBER`, the call's number, and
-    `LINE`, a line end that may be left out. `name_in_json`: the name is inside a JSON string. `tags`: of the
-    style "tags"; `quote`: around texts in the style "quoted". `leads`: texts of which one may come first.
+    `call`: a text with `NAME`, `ARGUMENTS` (written as `style`) and perhaps `NUMBER`, the call's number,
+    `CALL_ID`, Mistral's nine letters and digits, and `LINE`, a line end that may be left out.
+    `name_in_json`: the name is inside a JSON string. `tags`: of the style "tags"; `quote`: around texts in
+    the style "quoted". `leads`: texts of which one may come first.
     """
 
     call: str

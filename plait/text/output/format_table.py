@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from plait.text.output.call_formats import ToolFormat
-from plait.text.output.call_grammar import ARGUMENTS, LINE, NAME, NUMBER, Frame, json_frame
+from plait.text.output.call_grammar import ARGUMENTS, CALL_ID, LINE, NAME, NUMBER, Frame, json_frame
 from plait.text.output.json_calls import CallSyntax, one_or_list, read_keyed_list
 from plait.text.output.literal_calls import FUNCTION_GEMMA, GEMMA4, gemma_frame, gemma_syntax
 from plait.text.output.marked_calls import DEEPSEEK, KIMI, SOLAR, harmony, lines, mistral, read_named_json
@@ -226,6 +226,13 @@ FORMATS: Mapping[str, ToolFormat] = {
             tokens=(DEEPSEEK.begin,),
         ),
         ToolFormat("deepseek_v31", _deepseek, DEEPSEEK.frame(f"{NAME}{DEEPSEEK.separator}{ARGUMENTS}")),
+        ToolFormat(
+            "mistral_ids",
+            _mistral,
+            Frame(f"[TOOL_CALLS]{NAME}[CALL_ID]{CALL_ID}[ARGS]{ARGUMENTS}"),
+            signs=(("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),),
+            id_length=9,
+        ),
         ToolFormat(
             "mistral_args",
             _mistral,

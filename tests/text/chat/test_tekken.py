@@ -72,7 +72,7 @@ def test_no_text_of_a_conversation_becomes_a_control_token(version: str, tmp_pat
     [
         ("v3", "mistral_list", None),
         ("v7", "mistral_list", None),
-        ("v11", "mistral_args", None),
+        ("v11", "mistral_ids", None),
         ("v13", "mistral_args", "mistral"),
         ("v15", "mistral_args", "mistral"),
     ],

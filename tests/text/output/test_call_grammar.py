@@ -44,6 +44,7 @@ WRITTEN = {
     "deepseek_v31": f"{DS['begin']}{DS['call']}weather{DS['sep']}{ONE}{DS['end']}{DS['close']}",
     "mistral": f'[TOOL_CALLS] [{{"name": "weather", "arguments": {ONE}}}]',
     "mistral_list": f'[TOOL_CALLS][{{"name": "weather", "arguments": {ONE}}}]',
+    "mistral_ids": f"[TOOL_CALLS]weather[CALL_ID]a1B2c3D4e[ARGS]{ONE}",
     "mistral_args": f"[TOOL_CALLS]weather[ARGS]{ONE}",
     "qwen_xml": (
         '<tool_call>\n<function=weather>\n<parameter=city>\nRom"e\n</parameter>\n'

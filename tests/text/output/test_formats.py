@@ -206,6 +206,7 @@ def test_the_markers_that_must_be_shown_are_named() -> None:
         ("[TOOL_CALLS]", (), "mistral"),
         (f"{DS['begin']} ```json", (), "deepseek"),
         (f"{DS['begin']} tools", (), "deepseek_v31"),
+        ("[TOOL_CALLS] [CALL_ID] [ARGS]", (), "mistral_ids"),
         ("[TOOL_CALLS] [ARGS]", (), "mistral_args"),
         ("{{ '[TOOL_CALLS][' }}", (), "mistral_list"),
         ("<|channel|> to=functions.", (), "harmony"),
