@@ -41,7 +41,7 @@ CAPS = {
     "server": 18_980,
     "spec": 1_400,
     "state": 2_100,
-    "text": 10_500,
+    "text": 10_560,
     "verify": 3_430,
     "worker": 2_510,
 }

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from itertools import groupby
+from types import MappingProxyType
 from typing import TypedDict
 
-from plait.errors import InvalidField
+from plait.errors import BadTemplate, InvalidField
+from plait.text.chat.sandbox import TemplateEnded
 
 # Fields with thinking, in messages of earlier turns.
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 THINKERS = frozenset({"assistant", "system", "developer"})  # roles with parts of thinking
+# Of a conversation with a message of a role.
+_TURNS = {"system": ("system", "user"), "user": ("user",), "assistant": ("user", "assistant", "user")}
+PartsRead = Mapping[str, Collection[str]]  # by the kind of a part: of which roles a template reads it
+_Render = Callable[[Sequence[Mapping[str, object]]], str]
+NO_PARTS: PartsRead = MappingProxyType({})
 
 
 class Part(TypedDict, total=False):
@@ -22,18 +29,17 @@ class Part(TypedDict, total=False):
     closed: bool
 
 
-def place_contents(
-    message: MutableMapping[str, object], where: str, kinds: Collection[str], between: str
-) -> None:
+def place_contents(message: MutableMapping[str, object], where: str, reads: PartsRead, between: str) -> None:
     """Change the content of a message, and its fields of thinking, to what a template expects.
 
-    kinds: of parts that it reads. With "thinking", content with thinking is a list of parts, {"type":
+    If it reads "thinking" of the message's role, content with thinking is a list of parts, {"type":
     "thinking", "thinking": …, "closed": …} and {"type": "text", "text": …}, and the fields are gone, since
-    some templates refuse to have both. Otherwise thinking is in the fields alone. With "text", several texts
-    stay parts. Otherwise they become one, with `between` in between. Raises InvalidField for what is neither,
-    and for thinking that the template has no place for.
+    some templates refuse to have both. Otherwise thinking is in the fields alone. If it reads "text" of the
+    role, several texts stay parts. Otherwise they become one, with `between` in between. Raises InvalidField
+    for what is neither, and for thinking that the template has no place for.
     """
     content, role = message.get("content"), str(message["role"])
+    kinds = [kind for kind, roles in reads.items() if role in roles]
     parts = list_parts(content) if content is None or isinstance(content, str) else None
     if parts is None:
         parts = read_parts(content, f"{where}.content")
@@ -58,6 +64,35 @@ def place_contents(
     message["content"] = texts if len(texts) > 1 and "text" in kinds else text
     if thought := thought or "\n".join(thoughts):
         message.update(dict.fromkeys(THOUGHTS, thought))
+
+
+def probe_parts(render: Callable[[Sequence[Mapping[str, object]]], str], kinds: Collection[str]) -> PartsRead:
+    """Of which roles a template reads parts. `kinds`: those that its text has the names of.
+
+    One may loop over the parts of a user, and take the first of the system alone: others would be lost.
+    `render` renders messages, and raises BadTemplate where it refuses them. Raises TemplateEnded as it does.
+    """
+    roles = {"text": ("system", "user", "assistant"), "thinking": ("system", "assistant")}
+    return {
+        kind: frozenset(role for role in roles[kind] if _reads_parts(render, kind, role))
+        for kind in roles.keys() & set(kinds)
+    }
+
+
+def _reads_parts(render: _Render, kind: str, role: str) -> bool:
+    """Whether all parts are shown, and not as Python would show them. An earlier reply may lose thinking."""
+    parts = [{"type": kind, kind: "probe first"}, {"type": "text", "text": "probe second"}]
+    turns: dict[str, Mapping[str, object]] = {
+        one: {"role": one, "content": parts if one == role else "probe other"} for one in _TURNS[role]
+    }
+    try:
+        shown = render([turns[one] for one in _TURNS[role]])
+    except TemplateEnded:
+        raise  # what does not end once is not tried again
+    except BadTemplate:
+        return False
+    is_earlier = kind == "thinking" and role == "assistant"
+    return "probe second" in shown and (is_earlier or "probe first" in shown) and "'type'" not in shown
 
 
 def list_parts(content: str | list[Part] | None) -> list[Part]:

@@ -18,7 +18,7 @@ from itertools import chain
 from typing import Any
 
 from plait.errors import BadTemplate, CapacityError, ConfigError, InvalidField
-from plait.text.chat.contents import Part
+from plait.text.chat.contents import NO_PARTS, Part, probe_parts
 from plait.text.chat.sandbox import Sandbox, TemplateEnded
 from plait.text.chat.template import (
     QUESTION,
@@ -74,7 +74,7 @@ class JinjaTemplate:
             self._fault = f"it has {num_chars} characters, and at most {MAX_CHARS} are read"
             self._sources = {}
         self._reads = [name for name in TOOLS if name in self.source]
-        self._kinds = frozenset(_KIND.findall(self.source))
+        self._reads_parts = NO_PARTS
 
     @property
     def source(self) -> str:
@@ -130,7 +130,7 @@ class JinjaTemplate:
         return self._read
 
     def _try_calls(self) -> CallsTaken:
-        """How it takes calls. Raises TemplateEnded for a template that does not come to an end."""
+        """How it takes calls, and which parts it reads. Raises TemplateEnded for one that does not end."""
         ours = {**self._variables, "documents": None, "add_generation_prompt": True}
 
         def shown(messages: Sequence[Mapping[str, Any]], tools: Any = (TOOL,)) -> str:
@@ -143,6 +143,7 @@ class JinjaTemplate:
             raise
         except BadTemplate:
             pass  # it has conditions that this conversation does not meet
+        self._reads_parts = probe_parts(lambda messages: shown(messages, None), _KIND.findall(self.source))
         return probe_calls(shown)
 
     def render(
@@ -161,7 +162,7 @@ class JinjaTemplate:
         plain = normalize_messages(
             messages,
             calls_as_text=has_calls and self.calls.as_text,
-            parts=self._kinds,
+            parts=self._reads_parts,
         )
         for i, message in enumerate(plain):
             self._check_role(message["role"], i)

@@ -23,6 +23,7 @@ from plait.text.tokenizers.tokenizer import Tokenizer
 _ROLES = {"developer": "system"} | {role: role for role in ("system", "user", "assistant", "tool")}
 _BETWEEN = "\n\n"  # of texts that become one
 _EFFORT, _SWITCH = "reasoning_effort", "enable_thinking"
+_THINKERS = (("assistant", "system", "developer"), ("assistant",))  # before v15, and from there on
 _THINK = ("[THINK]", "[/THINK]")
 # Since which version each control token is written.
 _MARKERS = {
@@ -80,7 +81,7 @@ class TekkenTemplate:
         refuse_unread(self.name, kwargs, tools, self.variables)
         plain = normalize_messages(
             [_drop_empty(message) for message in messages],
-            parts=("thinking",) if self._thinks else (),
+            parts={"thinking": _THINKERS[self._version >= 15]} if self._thinks else {},
             between="" if self._version >= 15 else _BETWEEN,
         )
         for i, message in enumerate(plain):
@@ -109,11 +110,6 @@ class TekkenTemplate:
             raise BadTemplate(
                 f"{where}.role: {message['role']!r} is no role of {self.name}; it knows {', '.join(_ROLES)}",
                 f"{where}.role",
-            )
-        if role == "system" and self._version >= 15 and not isinstance(message["content"], str | None):
-            at = f"{where}.content"
-            raise BadTemplate(
-                f"{at}: {self.name} has no thinking in a message of the system's; send text", at
             )
         if role == "tool" and self._version < 13 and not isinstance(message.get("tool_call_id"), str):
             at = f"{where}.tool_call_id"

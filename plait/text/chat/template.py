@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 from msgspec import Struct
 
 from plait.errors import BadTemplate, CapacityError, InvalidField
-from plait.text.chat.contents import list_parts, place_contents, read_parts
+from plait.text.chat.contents import NO_PARTS, PartsRead, list_parts, place_contents, read_parts
 from plait.text.chat.sandbox import TemplateEnded
 
 Message = Mapping[str, Any]
@@ -183,13 +183,13 @@ def normalize_messages(
     messages: Sequence[Message],
     *,
     calls_as_text: bool = False,
-    parts: Collection[str] = (),
+    parts: PartsRead = NO_PARTS,
     between: str = "\n",
 ) -> list[dict[str, Any]]:
     """Messages as templates expect them: contents are strings, and thinking has each of its names.
 
-    Arguments of calls are objects, or JSON text. `parts`: the kinds of them that the template reads in lists;
-    for these and `between` see `place_contents`.
+    Arguments of calls are objects, or JSON text. `parts`: what the template reads in lists; for this and
+    `between` see `place_contents`.
     Raises InvalidField, naming the message, for contents that are neither text nor thinking.
     """
     if not messages:

@@ -27,6 +27,13 @@ TYPED = """
   {%- if m.reasoning_content is defined %}!{% endif %}
 {%- endfor %}"""
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ '|' ~ m.thinking if m.thinking }}{% endfor %}"
+FIRST_OF_SYSTEM = """
+{%- for m in messages %}[{{ m.role }}]
+  {%- if m.content is string %}{{ m.content }}
+  {%- elif m.role == 'system' %}{{ m.content[0]['text'] }}
+  {%- else %}{% for p in m.content %}{% if p.type == 'text' %}<{{ p.text }}>{% endif %}{% endfor %}
+  {%- endif %}
+{%- endfor %}"""
 THOUGHT = {"type": "thinking", "thinking": "why"}
 A, B = {"type": "text", "text": "a"}, {"type": "text", "text": "b"}
 SYSTEM = {"role": "system", "content": [A, THOUGHT, B]}
@@ -61,6 +68,11 @@ def test_thinking_in_a_field_is_a_part_for_it(tokenizer: TextTokenizer, name: st
     reply = {"role": "assistant", "content": "a", name: "why"}
     found = shown(TYPED, tokenizer, USER, reply)
     assert found == "[user]<a><b>[assistant][THINK]why[/THINK]<a>", "and no field"
+
+
+def test_no_text_is_lost_where_parts_are_read_of_some_roles_only(tokenizer: TextTokenizer) -> None:
+    found = shown(FIRST_OF_SYSTEM, tokenizer, {"role": "system", "content": [A, B]}, USER)
+    assert found == "[system]a\nb[user]<a><b>"
 
 
 def test_other_templates_get_thinking_in_fields(tokenizer: TextTokenizer) -> None:
@@ -113,5 +125,7 @@ def test_tekken_v15_has_no_thinking_of_the_system(tmp_path: Path) -> None:
     from tests.text.chat.test_tekken import load
 
     _, template = load(tmp_path, content("v15"))
-    with pytest.raises(PlaitError, match=r"messages\[0\].content: tekken.json v15 has no thinking"):
+    with pytest.raises(
+        PlaitError, match=r"messages\[0\].content: .* no thinking in a message of the system's"
+    ):
         template.render([SYSTEM, USER])
