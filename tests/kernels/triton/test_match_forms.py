@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from inspect import signature
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
+from plait.kernels.load import triton_kernels
 from plait.kernels.triton.forms import KernelForm, as_half
 from tests.kernels.triton.match_forms import find_form, list_forms
 
@@ -32,6 +34,19 @@ def test_a_form_is_found_for_its_own_launch() -> None:
     for name in ("activate_numbers", "few_planes", "multiply_pairs"):
         form = list_forms()[name][0]
         assert find(form) is form
+
+
+def test_a_form_stays_what_it_is_while_those_after_it_are_made() -> None:
+    """Types that forms share would be those of the last one, and no launch has them."""
+    for name in triton_kernels():
+        make = getattr(importlib.import_module(name), "forms", tuple)
+        for listed, alone in zip(list(make()), make(), strict=True):
+            assert listed == alone
+
+
+def test_biases_of_distances_are_found_in_the_model_s_dtype() -> None:
+    form = form_named("profile_biases", "profile_biases, inkling")
+    assert find(form, {**form.types, "mixed": "bf16*"}) is form
 
 
 def test_float16_has_the_flags_that_bfloat16_has() -> None:

@@ -283,9 +283,8 @@ SHAPES = {  # heads, kv_heads, dim, profiles, distances, window, sinks
 @with_float16
 def forms() -> Iterator[KernelForm]:
     """What models of published sizes launch, in every step, in bfloat16 and in float32."""
-    types = POINTERS | {
+    shared = POINTERS | {
         "biases": "fp32*",
-        "mixed": "bf16*",
         "profiles": "fp32*",
         "row": "i32!",
         "head": "i32!",
@@ -295,7 +294,7 @@ def forms() -> Iterator[KernelForm]:
     }
     for (name, shape), dtype in product(SHAPES.items(), (torch.bfloat16, torch.float32)):
         heads, kv_heads, dim, rank, extent, window, sinks = shape
-        types |= {"mixed": "fp32*" if rank == 1 else "bf16*"}  # slopes are numbers of the spec
+        types = shared | {"mixed": "fp32*" if rank == 1 else "bf16*"}  # slopes are numbers of the spec
         layout = PagedLayout(heads, kv_heads, dim, 0, None, window, None, dtype)
         constants = _constants(layout, 64, 64, extent, dtype) | {"SINKS": sinks}
         warps, stages = constants.pop("num_warps"), constants.pop("num_stages")

@@ -313,11 +313,11 @@ def forms() -> Iterator[KernelForm]:
     for name, (router, biased, factored) in RULES.items():
         constants = _constants(128, 8, router, biased, factored)
         yield KernelForm(f"choose_experts, {name}", choose_experts, types, constants, num_warps=1)
-    types |= {"table": "i64*", "token_ids": "i64*"}
+    types = types | {"table": "i64*", "token_ids": "i64*"}
     for name, (top_k, router) in LOOKED_UP.items():
         constants = _look_up_constants(top_k, router)
         yield KernelForm(f"look_up_choice, {name}", look_up_choice, types, constants, num_warps=1)
-    types |= {"own_weight": "fp32*", "own_index": "i64*", "rest": "fp32*"}
+    types = types | {"own_weight": "fp32*", "own_index": "i64*", "rest": "fp32*"}
     sizes = {"K": 12, "KP": 16}
     yield KernelForm("split_choice, longcat-flash", split_choice, types, sizes, num_warps=1)
     sizes = {"BLOCK": NUMBERS}
