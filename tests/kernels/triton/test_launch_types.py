@@ -31,6 +31,7 @@ def lower(module: str, *arguments: str) -> dict[str, object]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # it lowers hundreds of forms: minutes of a core
 def test_every_launch_of_every_case_is_one_that_a_gpu_takes() -> None:
     found = lower("lower_launches")
     assert found["faults"] == {}
