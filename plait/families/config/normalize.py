@@ -267,7 +267,8 @@ def _rope_kind(c: Config, given: Mapping[str, Any], *, is_one: bool = False) -> 
     elif p["rope_type"] not in ("default", "linear", "divisors"):
         longest, original = "max_position_embeddings", "original_max_position_embeddings"
         _complete(p, longest, lambda: c.get(longest))
-        outer = c.get(original) if is_one and p["rope_type"] in OUTER_LENGTH else None
+        has_outer = is_one and p["rope_type"] in OUTER_LENGTH and "gguf_architecture" not in c
+        outer = c.get(original) if has_outer else None  # in GGUF it is the family's usual one
         p[original] = outer or p.get(original) or c.get(original) or c.get(longest)
         if p[original] is None:
             raise IncompleteConfig(
