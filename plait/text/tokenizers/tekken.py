@@ -20,6 +20,7 @@ from plait.errors import BadFile, UnsupportedFormat, clip_text
 from plait.text.tokenizers.builtin import SplintrEngine
 from plait.text.tokenizers.patterns import PATTERNS
 from plait.text.tokenizers.tokenizer import Special, SpecialTokens, TextTokenizer, end_of_generation
+from plait.typed_values import decode_json
 
 TEKKEN = "tekken.json"
 VERSIONS = ("v3", "v7", "v11", "v13", "v15")
@@ -122,7 +123,7 @@ def _read(path: Path, kind: type[Kind]) -> Kind:
         size = path.stat().st_size
         if size > MOST_FILE_BYTES:
             raise BadFile(f"{path}: it has {size} bytes, and at most {MOST_FILE_BYTES} are read")
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return decode_json(path.read_bytes(), kind)
     except OSError as error:
         raise BadFile(f"{path} cannot be read ({error.strerror})") from error
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
