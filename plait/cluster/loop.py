@@ -64,6 +64,7 @@ class ClusterLoop:
     fault: PlaitError | None = None
     loading: tuple[str, int, int] | None = None
     is_managed = True
+    device_nbytes = 0  # replicas do not say
 
     def __init__(
         self,

@@ -126,6 +126,11 @@ def total_memory(device: torch.device) -> int | None:
     return resource_limits.total_memory()
 
 
+def count_memory(device: torch.device) -> int:
+    """Bytes of a GPU that this process has for tensors, used or not; 0 for a CPU."""
+    return int(torch.cuda.memory_reserved(device)) if device.type == "cuda" else 0
+
+
 class DeviceMemory(Protocol):
     """The memory of a device, as it is measured to divide it."""
 

@@ -37,7 +37,8 @@ class EngineLoop:
     """
 
     loading: None = None  # it was loaded before there was a loop
-    fingerprint = NO_FINGERPRINT  # no server reports one for an engine in this process
+    # No server reports these of an engine in this process.
+    fingerprint, device_nbytes = NO_FINGERPRINT, 0
 
     def __init__(self, engine: Engine, *, on_end: Callable[[], None] | None = None) -> None:
         self.engine, self._on_end, limits = engine, on_end, engine.scheduler.limits

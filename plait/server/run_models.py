@@ -13,13 +13,14 @@ from plait.errors import ConfigError
 from plait.frontend.frontend import Front, Parsers
 from plait.server.check_options import check_formats, check_options, check_templates
 from plait.server.gateway.access_log import start_log
+from plait.server.gateway.served_models import measure_front
 from plait.server.models.catalog import ModelCatalog, ModelEntry
 from plait.server.models.loading_threads import Load, Report
 from plait.server.models.placement import MemoryBudget
 from plait.server.models.pool import ModelPool
 from plait.server.models.residents import ResidentModels
 from plait.server.run import SPARE_FILES, Reread, Server, allow_files, serve_models
-from plait.worker.client import EngineProcess, load_process
+from plait.worker.client import load_process
 from plait.worker.supervisor import Patience
 
 if TYPE_CHECKING:
@@ -95,10 +96,3 @@ def make_load(config: ServerConfig, begun: StartedProcess | None = None) -> Load
         return record_digest(front)
 
     return load
-
-
-def measure_front(front: Front) -> int | None:
-    """Bytes of memory that a model's engine holds now; None: not known."""
-    loop = front.loop
-    pid = loop.pid if isinstance(loop, EngineProcess) else None
-    return None if pid is None else resource_limits.process_memory(pid)

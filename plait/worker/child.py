@@ -54,7 +54,7 @@ class BuiltEngine(NamedTuple):
     spec: ModelSpec
     close: Callable[[], None]
     fingerprint: Fingerprint = NO_FINGERPRINT
-    is_on_gpu: bool = False
+    device_nbytes: int = 0
 
 
 Builder = Callable[[str, EngineConfig, Report, Callable[[TextSource], None]], BuiltEngine]
@@ -271,6 +271,7 @@ def load_engine(
     if (started := start_image(model, config, on_source)) is not None:
         return BuiltEngine(started.engine, started.spec, started.close, started.fingerprint)
     finish_torch()
+    from plait.engine.device import count_memory
     from plait.loading.build import build
     from plait.loading.identity.fingerprint import fingerprint
     from plait.loading.image.write import keep_image_at_startup
@@ -284,8 +285,8 @@ def load_engine(
 
     built = build(model, config, report, on_open)
     keep_image_at_startup(built)
-    prints, is_on_gpu = fingerprint(built.opened, built.target), built.target.device.type != "cpu"
-    return BuiltEngine(built.engine, built.spec, built.close, prints, is_on_gpu)
+    prints, device_nbytes = fingerprint(built.opened, built.target), count_memory(built.target.device)
+    return BuiltEngine(built.engine, built.spec, built.close, prints, device_nbytes)
 
 
 def serve_link(link: Link, status: protocol.SharedStatus, hello: protocol.Hello) -> None:
@@ -306,7 +307,7 @@ def serve_link(link: Link, status: protocol.SharedStatus, hello: protocol.Hello)
     spec, longest = encode_spec_value(built.spec), engine.scheduler.longest
     names = tuple(engine.stats())
     most, adapters = engine.limits.max_model_len, engine.adapters.digests()
-    link.send(protocol.Ready(spec, most, longest, names, built.fingerprint, adapters, built.is_on_gpu))
+    link.send(protocol.Ready(spec, most, longest, names, built.fingerprint, adapters, built.device_nbytes))
     try:
         child.run()
     finally:

@@ -105,6 +105,11 @@ class EngineProcess:
         return self._ready.fingerprint if self._ready else NO_FINGERPRINT
 
     @property
+    def device_nbytes(self) -> int:
+        """Memory of a GPU that the engine had once it was loaded: of the first rank's; 0 on a CPU."""
+        return self._ready.device_nbytes if self._ready else 0
+
+    @property
     def longest(self) -> int | None:
         """The most tokens of one sequence that memory holds; None until requests are accepted."""
         return self._ready.longest if self._ready else None

@@ -119,7 +119,8 @@ class Headers(WireMessage, frozen=True, tag=2):
 class Ready(WireMessage, frozen=True, tag=3):
     """Requests are accepted. `spec`: see `encode_spec_value`; `longest`: tokens of the longest that fits.
 
-    `adapters`: a hash of each one's numbers, by name, as they are now; `is_on_gpu`: where the model runs.
+    `adapters`: a hash of each one's numbers, by name, as they are now; `device_nbytes`: memory of its
+    GPU that it has; 0: the model is on a CPU.
     """
 
     spec: Any
@@ -128,7 +129,7 @@ class Ready(WireMessage, frozen=True, tag=3):
     stat_names: tuple[str, ...]
     fingerprint: Fingerprint = NO_FINGERPRINT
     adapters: dict[str, str] = msgspec.field(default_factory=dict)
-    is_on_gpu: bool = False
+    device_nbytes: int = 0
 
 
 class EventMessage(WireMessage, frozen=True, gc=False):
@@ -319,7 +320,7 @@ class SharedStatus:
 
 def keep_on_gpu(hello: Hello, ready: Ready) -> Hello:
     """What the next engine gets: one that was on a GPU is followed by none on a CPU, if that is lost."""
-    if not ready.is_on_gpu or hello.config.device != "auto":
+    if not ready.device_nbytes or hello.config.device != "auto":
         return hello
     return msgspec.structs.replace(hello, config=replace(hello.config, device="cuda"))
 

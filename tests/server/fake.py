@@ -89,7 +89,7 @@ class EchoLoop:
 
     def __init__(self) -> None:
         self.healthy, self.max_open, self.loading, self.longest = True, 4096, None, None
-        self.fingerprint = Fingerprint("echo", "fp_echo")
+        self.fingerprint, self.device_nbytes = Fingerprint("echo", "fp_echo"), 0
         self.live, self.fault, self.registry = True, None, CollectorRegistry()
         self.requests: list[Request] = []
         self.open: dict[str, set[int]] = {}  # choices that run

@@ -78,7 +78,7 @@ def test_an_engine_that_was_on_a_gpu_is_followed_by_none_on_a_cpu(
         return SimpleNamespace(end=lambda timeout_s: end, status=status, send=id, pid=1)
 
     def attend(engine: Any) -> str:
-        supervisor._handle(engine, Ready(None, 64, 64, (), is_on_gpu=is_on_gpu))
+        supervisor._handle(engine, Ready(None, 64, 64, (), device_nbytes=64 if is_on_gpu else 0))
         return module.GONE
 
     monkeypatch.setattr(module, "Spawned", spawned)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from msgspec import Struct
 
+from plait import resource_limits
 from plait.engine.fingerprint import NO_FINGERPRINT, Fingerprint
 from plait.errors import InvalidField
 from plait.server.gateway.exchange import Exchange
@@ -51,6 +52,7 @@ class ServedFacts:
     """What is known of a model, loaded or not; None: not known before it is loaded.
 
     `created`: seconds since 1970; `size`: bytes of its weight files; `memory`: bytes that its engine holds;
+    `device_memory`: bytes of a GPU that it held once it was loaded, 0 on a CPU;
     `expires`: seconds since 1970 when it is unloaded, None: never; `error`: why it could not be loaded;
     `parent`: of an adapter, the model that it changes.
     """
@@ -69,6 +71,7 @@ class ServedFacts:
     template: str = ""
     size: int | None = None
     memory: int | None = None
+    device_memory: int = 0
     expires: float | None = None
     num_open: int = 0
     parent: str = ""
@@ -212,4 +215,14 @@ def facts_of_front(front: Front, name: str) -> ServedFacts:
         family=front.spec.family,
         fingerprint=front.fingerprint,
         template=template.source if template else "",
+        memory=measure_front(front),
+        device_memory=front.loop.device_nbytes,
     )
+
+
+def measure_front(front: Front) -> int | None:
+    """Bytes of memory that a model's engine holds now; None: not known."""
+    from plait.worker.client import EngineProcess
+
+    pid = front.loop.pid if isinstance(front.loop, EngineProcess) else None
+    return None if pid is None else resource_limits.process_memory(pid)

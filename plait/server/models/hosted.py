@@ -162,6 +162,7 @@ class HostedModel:
             error=self.failure.text if self.failure is not None and stage == "failed" else "",
             size=self.files.size if self.files is not None else None,
             memory=self.need or None,
+            device_memory=self.front.loop.device_nbytes if self.front is not None else 0,
             expires=None if is_for_ever else time.time() + max(expires_s - now, 0.0),
             num_open=self.num_users + len(self.waiters),
         )

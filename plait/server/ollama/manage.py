@@ -72,7 +72,10 @@ class Tags(msgspec.Struct, frozen=True):
 
 
 class RunningModel(Tag, kw_only=True, frozen=True):
-    """A loaded model. `size`: bytes of its engine, if known; `expires_at`: when it is unloaded."""
+    """A loaded model. `size`: bytes of its engine, if known; of them in a GPU's memory: `size_vram`.
+
+    `expires_at`: when it is unloaded.
+    """
 
     expires_at: str = FOR_EVER
     size_vram: Count = 0
@@ -108,7 +111,8 @@ def list_running(found: Sequence[ServedFacts]) -> RunningModels:
     return RunningModels(
         [
             RunningModel(
-                **{**_facts(one), "size": one.memory or 0},
+                **{**_facts(one), "size": one.device_memory or one.memory or 0},
+                size_vram=one.device_memory,
                 context_length=one.max_model_len or 0,
                 expires_at=FOR_EVER if one.expires is None else as_time(one.expires),
             )

@@ -14,7 +14,7 @@ from plait.server.app import create_app
 from plait.server.gateway.request_context import LoadingState
 from plait.server.ollama.manage import API_VERSION, NOT_DONE
 from tests.contract.wire import Answer, Client
-from tests.server.fake import CONTEXT, HIDDEN_SIZE
+from tests.server.fake import CONTEXT, HIDDEN_SIZE, EchoLoop
 
 
 def delete(client: Client, body: Any) -> Answer:
@@ -32,6 +32,14 @@ def test_the_served_model_is_listed_and_runs_for_ever(client: Client) -> None:
     assert running["context_length"] == CONTEXT
     assert datetime.fromisoformat(running["expires_at"]).year == 9999
     assert datetime.fromisoformat(tag["modified_at"]).year >= 2024
+
+
+@pytest.mark.parametrize("nbytes", [0, 5 << 30])
+def test_memory_of_a_gpu_is_shown(client: Client, engine: EchoLoop, nbytes: int) -> None:
+    """`ollama ps` calls a model without it "100% CPU"."""
+    engine.device_nbytes = nbytes
+    (running,) = client.get("/api/ps").json["models"]
+    assert (running["size"], running["size_vram"]) == (nbytes, nbytes)
 
 
 def test_the_version_is_that_of_the_api(client: Client) -> None:
