@@ -57,7 +57,7 @@ def test_texts_are_those_of_the_published_loop(folder: Path, model: LLM) -> None
     ("strength", "schedule"),
     [
         (0.15, {"max_denoising_steps": 3}),  # of which last bits do not grow so far
-        (0.0, {"sampler_config": ENTROPY_40, "confidence_threshold": 5.0, "max_denoising_steps": 60}),
+        (0.0, {"sampler_config": ENTROPY_40, "confidence_threshold": 5.0, "max_denoising_steps": 40}),
         (0.0, {"sampler_config": ENTROPY_40, "confidence_threshold": 5.0, "stability_threshold": 0}),
     ],
     ids=["what a pass hears", "a canvas that is stable", "a canvas that is sure"],
@@ -66,9 +66,9 @@ def test_schedules_are_the_checkpoints_own(
     strength: float, schedule: Mapping[str, object], tmp_path: Path
 ) -> None:
     noisy_canvases.write(tmp_path, strength=strength, **schedule)
-    wanted = [Oracle(tmp_path).write(prompt, 16, 11) for prompt in PROMPTS]
+    wanted = [Oracle(tmp_path).write(prompt, 16, 11) for prompt in PROMPTS[2:]]
     with LLM(str(tmp_path), **OPTIONS, max_num_seqs=3) as loaded:
-        found = loaded.generate(PROMPTS, likeliest(max_tokens=16))
+        found = loaded.generate(PROMPTS[2:], likeliest(max_tokens=16))
     assert [list(one.outputs[0].token_ids) for one in found] == [tokens for tokens, _ in wanted]
     passes = [count for _, count in wanted]
     assert [one.outputs[0].trace.num_steps for one in found] == passes
