@@ -118,7 +118,7 @@ class Opened:
         return TextSource(
             name=self.files.name,
             vocab_size=self.resolved.spec.vocab_size,
-            directory=None if self.text_directory is None else str(self.text_directory),
+            directory=None if self.text_directory is None else str(self.text_directory.resolve()),
             metadata=metadata and {k: metadata[k] for k in metadata if k.startswith(CARRIED)},
             config={key: config[key] for key in ("tokenizer_vocab", "eos_token_id") if key in config},
             vocab=self.config.vocab,

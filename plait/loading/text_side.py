@@ -23,9 +23,9 @@ log = logging.getLogger("plait")
 class TextSource:
     """What the readers of tokenizers and templates need.
 
-    `directory`: where files of text lie, None if there are none. `metadata`: of a GGUF file, the keys about
-    text. `config`: of the model's, the keys about tokens. `vocab`, `chat_template`: the user's. `head`: the
-    values of its `ModelHead`.
+    `directory`: where files of text lie, if there are any. It is absolute, because a startup image is used
+    from any working directory. `metadata`: of a GGUF file, the keys about text. `config`: of the model's, the
+    keys about tokens. `vocab`, `chat_template`: the user's. `head`: the values of its `ModelHead`.
     """
 
     name: str

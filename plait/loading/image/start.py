@@ -144,6 +144,8 @@ def start_image(
         with suppress(OSError):
             os.utime(path)  # its age is that of its last use
         text = TextSource.from_json(image.header.model.text)
+        if text.directory is not None and not os.path.isdir(text.directory):
+            raise BadFile(f"its texts were in {text.directory}, which is not there any more")
         on_source(text)
         started = _start(image, config, text, partial(_open_full, model, config))
     except (BadFile, RuntimeError) as error:

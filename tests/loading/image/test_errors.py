@@ -161,6 +161,36 @@ def test_another_version_that_is_installed_meanwhile_is_not_that_of_this_process
         key_module._digest_code.cache_clear()
 
 
+def test_an_image_of_a_relative_path_has_its_texts_from_any_working_directory(
+    model: Path, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(model.parent)
+    with LLM(model.name, **SIZES, cache_dir=config.cache_dir) as llm:
+        assert "written to" in llm.keep_image(LIMIT)
+    monkeypatch.chdir("/")
+    image = load_image(str(model), config)
+    assert image is not None
+    assert image.front.tokenizer is not None
+    assert image.front.chat_template is not None
+    image.front.close()
+
+
+def test_an_image_of_which_the_folder_of_texts_is_gone_is_not_used(
+    model: Path, config: EngineConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two folders may link to the same files, as revisions in the Hub's cache do: one image is for both."""
+    first, second = model.parent / "first" / model.name, model.parent / "second" / model.name
+    for folder in (first, second):
+        folder.mkdir(parents=True)
+        for file in model.iterdir():
+            (folder / file.name).symlink_to(file)
+    with LLM(str(first), **SIZES, cache_dir=config.cache_dir) as llm:
+        assert "written to" in llm.keep_image(LIMIT)
+    shutil.rmtree(first)
+    assert load_image(str(second), config) is None
+    assert "its texts were in" in caplog.messages[-1]
+
+
 def test_a_folder_that_cannot_be_looked_at_has_no_image(model: Path, tmp_path: Path) -> None:
     """As one in a home that another user owns; here its name is too long, which the system says likewise."""
     folder = tmp_path / ("x" * 300)
