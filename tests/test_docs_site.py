@@ -11,6 +11,8 @@ import click
 
 import plait
 from plait.cli.main import cli
+from plait.text.output.format_table import FORMATS
+from plait.text.output.reasoning import REASONING
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -168,3 +170,14 @@ def find_fault_of_script(path: str, *words: str) -> str:
     own = words[: words.index("--")] if "--" in words else words
     options = [word.partition("=")[0].rstrip(".,:)") for word in own if re.match(r"--[a-z]", word)]
     return "".join(f"no option {name}" for name in options if f'"{name}"' not in source)
+
+
+def test_numbers_of_formats_are_those_of_the_tables() -> None:
+    calls, thoughts = len(FORMATS), len(REASONING)
+    assert f"There are {calls} formats of calls and {thoughts} of thinking" in flatten(DOCS / "apis.md")
+    assert f"tool calls in {calls} formats and thinking in {thoughts}" in flatten(ROOT / "CHANGELOG.md")
+
+
+def flatten(page: Path) -> str:
+    """Its text without line breaks."""
+    return " ".join(page.read_text("utf-8").split())

@@ -51,7 +51,7 @@ def serve(ctx: click.Context, /, model: tuple[str, ...], config: str | None, **g
 
     \b
     plait serve ./model
-    plait serve ./model --host 0.0.0.0 --api-key-file keys.toml
+    plait serve ./model --host 0.0.0.0 --api-key-file keys.txt
     plait serve org/name:Q4_K_M --max-model-len 8192 --max-num-seqs 32
     plait serve small,gpt-4=./model big=org/name:Q4_K_M --models-dir ./models
     """

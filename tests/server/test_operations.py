@@ -9,16 +9,23 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
+from plait import sampling_fields
 from plait.config import ServerConfig
-from plait.server import run
+from plait.engine import admission
+from plait.frontend import word_rules
+from plait.server import mcp_routes, run
 from plait.server.api import validate
 from plait.server.gateway import api_keys, middleware, request_context
 from plait.server.gateway.middleware import RELOADED, Traffic
 from plait.server.gateway.vllm_metrics import PER_REQUEST, RENAMED
 from plait.server.http import connection, transfer
+from plait.server.store import rows, store
+from plait.server.stored import background, batch_objects, batch_run, batches, conversations
 from tests.server.real_engine import engine_front
 
-TEXT = (Path(__file__).resolve().parents[2] / "docs" / "operations.md").read_text("utf-8")
+ROOT = Path(__file__).resolve().parents[2]
+DOCS, CLUSTER = ROOT / "docs", ROOT / "plait" / "cluster"
+TEXT = (DOCS / "operations.md").read_text("utf-8")
 
 
 def test_every_option_is_there_and_marked_if_it_is_read_again() -> None:
@@ -46,6 +53,13 @@ def test_every_metric_is_there(registries: list[CollectorRegistry]) -> None:
             assert re.search(rf"`{name}[`{{]", TEXT), name
 
 
+def test_every_metric_of_a_gateway_is_on_the_page_of_clusters() -> None:
+    named = re.findall(r'"(plait_cluster_\w+)"', "".join(p.read_text("utf-8") for p in CLUSTER.glob("*.py")))
+    assert named
+    page = (DOCS / "cluster.md").read_text("utf-8")
+    assert [name for name in named if not re.search(rf"`{name}(_total)?[`{{]", page)] == []
+
+
 def test_every_name_of_vllms_is_there() -> None:
     names = {name.removeprefix("vllm:") for name in RENAMED.values()} | set(PER_REQUEST)
     assert [name for name in names if not re.search(rf"`{name}(_total)?`", TEXT)] == []
@@ -68,8 +82,21 @@ def test_every_name_of_vllms_is_there() -> None:
         f"{validate.MAX_MESSAGES:,}, {validate.MAX_TOOLS}",
         f"{validate.MAX_STOPS} of {validate.MAX_STOP_CHARS} characters, {validate.MAX_STOP_TOKEN_IDS}, "
         f"{validate.MAX_LOGIT_BIAS}",
+        f"{sampling_fields.MAX_WORDS} texts of {sampling_fields.MAX_WORD_CHARS} characters, "
+        f"which are at most {word_rules.MOST_IDS:,} tokens",
+        f"{sampling_fields.MAX_BREAKERS} texts of {sampling_fields.MAX_WORD_CHARS} characters, "
+        f"{sampling_fields.MAX_ALLOWED:,} ids",
+        f"{validate.MAX_MODEL_NAME} characters each",
+        f"{store.MAX_FILE_BYTES >> 20} MiB, or a quarter of `--store-limit`; {rows.MAX_CHAIN:,}, "
+        f"{rows.MAX_CHAIN_BYTES >> 20} MiB, {conversations.MAX_NEW_ITEMS}",
+        f"{batch_objects.MAX_LINES:,}, {batch_run.MAX_LINE_BYTES >> 20} MiB",
+        f"{background.MAX_PER_KEY}, {batches.MAX_OPEN}, {mcp_routes.MAX_OPEN_CALLS} | 429",
         f"{api_keys.MAX_KEYS:,}",
     ],
 )
 def test_every_bound_is_as_documented(shown: str) -> None:
     assert shown in TEXT[TEXT.index("## Bounds") :]
+
+
+def test_the_bound_of_a_salt_is_that_of_a_name() -> None:
+    assert admission.MAX_SALT_CHARS == validate.MAX_MODEL_NAME

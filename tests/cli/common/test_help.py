@@ -62,7 +62,7 @@ def test_groups_name_options_that_exist() -> None:
 
 def test_help_shows_examples_and_groups(plait: Run) -> None:
     text = plait("serve", "--help").out
-    assert "\n  plait serve ./model --host 0.0.0.0 --api-key-file keys.toml\n" in text
+    assert "\n  plait serve ./model --host 0.0.0.0 --api-key-file keys.txt\n" in text
     order = ["\nOptions:", "\nAccess:", "\nMemory:", "\nMessages:"]
     places = [text.index(title) for title in order]
     assert places == sorted(places)
