@@ -3,7 +3,7 @@
 `@pytest.mark.sampled(4)`, on a test or on some of its parameters, runs one in four of the marked cases.
 `sampled(4, each="name")` runs that share for every value of the parameter `name`, and one at least;
 `sampled(4, across="matrix")` of the cases of all tests with that word, where a matrix is several tests.
-Tests that `costly.txt` names run one in four of their cases, or of what a mark leaves.
+Tests that `costly.txt` names run one in six of their cases, or of what a mark leaves.
 `@pytest.mark.drawn("b", "abc")` runs the cases of one letter, the same in all tests: what each of the letters
 needs, as a kernel that is compiled, is made for one of them.
 The commit decides which cases they are, so a run of one commit is the same everywhere.
@@ -26,7 +26,7 @@ from hypothesis import HealthCheck, settings
 from plait.version import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
-COSTLY, COSTLY_SHARE = ROOT / "tests" / "costly.txt", 4
+COSTLY, COSTLY_SHARE = ROOT / "tests" / "costly.txt", 6
 EVERY = "all"
 QUICK = "not slow"  # the marks that `make test` runs
 FEW_EXAMPLES, MANY_EXAMPLES = 50, 100  # of a test that draws its inputs, unless it says how many

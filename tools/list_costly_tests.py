@@ -3,7 +3,8 @@
     make test SAMPLE=all TESTS="--durations=0 --durations-min=0.05" > log
     python tools/list_costly_tests.py log
 
-Tests of whole servers, and of the logits of families, are not listed: each commit runs them.
+Tests of whole servers, of the logits of families, and of rules for all of the source are not listed: each
+commit runs them.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 SECONDS = 1.0  # of three workers on two cores: half as many of a core
-KEPT = re.compile(r"tests/(e2e|contract)/|tests/families/.*logits")
+KEPT = re.compile(r"tests/(e2e|contract)/|tests/families/.*logits|tests/test_(checks|typed_values)\.py")
 LINE = re.compile(r"\s*([\d.]+)s call\s+(tests/\S+?::[\w:]+)")
 COMMENT = """\
 # Tests that took more than half a second of a core without AVX-512, but for those of whole servers and of the
-# logits of families. Each commit runs a quarter of them (tests/sampling.py). tools/list_costly_tests.py
+# logits of families. Each commit runs a sixth of them (tests/sampling.py). tools/list_costly_tests.py
 # makes this list.
 """
 
