@@ -38,7 +38,7 @@ CAPS = {
     "quant": 2_530,
     "runner": 7_120,
     "schedule": 4_060,
-    "server": 18_980,
+    "server": 19_150,
     "spec": 1_400,
     "state": 2_100,
     "text": 10_560,

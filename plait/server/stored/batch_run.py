@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import Struct
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 AT_ONCE = 8  # lines of one batch in work
 MAX_LINE_BYTES = 8 * MIB
+ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
 KEY_GONE = "the API key that made this batch is no longer one of this server's"
 
 
@@ -61,6 +62,10 @@ class BatchRun(Struct):
     def batch(self) -> BatchObject:
         return self.work.batch
 
+    @property
+    def has_ended(self) -> bool:
+        return self.batch.status in ENDED
+
     async def run(self) -> None:
         """Run the batch to its end, or go on with it. Raises CapacityErrors of the store."""
         try:
@@ -70,16 +75,34 @@ class BatchRun(Struct):
                     await self._answer()
                     await self._finish("completed")
         except TimeoutError:
-            await self._expire()
+            if not self.has_ended:
+                await self._expire()
 
-    async def mark_cancelling(self) -> None:
-        """Have the batch say that its client has cancelled it."""
-        self.is_cancelled = True
-        await self._change(status="cancelling", cancelling_at=self.store.now())
+    async def mark_cancelling(self) -> bool:
+        """Have the batch say that its client has cancelled it. False: another call did, or it has ended."""
+        if self.is_cancelled or self.has_ended:
+            return False
+        self.is_cancelled, before = True, self.batch.status
+        self._hold(msgspec.structs.replace(self.batch, status="cancelling", cancelling_at=self.store.now()))
+        body = msgspec.json.encode(self.work)
+
+        def write(rows: Rows) -> None:
+            if rows.get(self.row.tenant, "batch", self.row.id).is_working:  # else its end was before this
+                self.row = rows.change(self.row, body, "cancelling")
+
+        try:
+            await self.store.run(write)
+        except BaseException:
+            self.is_cancelled = False  # the client may try again
+            if not self.has_ended:
+                self._hold(msgspec.structs.replace(self.batch, status=before, cancelling_at=None))
+            raise
+        return True
 
     async def cancel(self) -> None:
-        """End the batch with the answers that there are."""
-        await self._finish("cancelled")
+        """End the batch with the answers that there are, unless it has ended meanwhile."""
+        if not self.has_ended:
+            await self._finish("cancelled")
 
     async def fail(self, code: str, message: str) -> None:
         """End the batch with an error."""
@@ -149,7 +172,7 @@ class BatchRun(Struct):
             )
             for what in ("output", "error")
         ]
-        self.work = msgspec.structs.replace(self.work, output_id=made[0].id, error_id=made[1].id)
+        self._hold_files(made[0].id, made[1].id)
 
         def write(rows: Rows) -> None:
             for file in made:
@@ -167,7 +190,14 @@ class BatchRun(Struct):
                 )
             self.row = rows.change(self.row, msgspec.json.encode(self.work), self.batch.status)
 
-        await self.store.run(write)
+        async def store() -> None:
+            try:
+                await self.store.run(write)
+            except BaseException:
+                self._hold_files("", "")  # there are none: it is tried again
+                raise
+
+        await _run_whole(store())
 
     async def _files(self) -> tuple[StoredRow, StoredRow]:
         def read(rows: Rows) -> tuple[StoredRow, StoredRow]:
@@ -264,7 +294,13 @@ class BatchRun(Struct):
             rows.change(self.row, msgspec.json.encode(work), status)
             return work
 
-        self.work = await self.store.run(settle)
+        async def store() -> None:
+            self.work = await self.store.run(settle)
+
+        await _run_whole(store())
+
+    def _hold_files(self, output_id: str, error_id: str) -> None:
+        self.work = msgspec.structs.replace(self.work, output_id=output_id, error_id=error_id)
 
     def _hold(self, batch: BatchObject) -> None:
         self.work = msgspec.structs.replace(self.work, batch=batch)
@@ -280,6 +316,19 @@ class BatchRun(Struct):
             self.row = rows.change(self.row, body, status)
 
         await self.store.run(write)
+
+
+async def _run_whole(work: Coroutine[Any, Any, None]) -> None:
+    """Have `work` end, also when the caller is cancelled meanwhile: then the cancellation comes behind it.
+
+    Else the store could have what the batch in memory has not.
+    """
+    running = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait({running})
+        raise
 
 
 def _refuse(line: Line, fault: Mapping[str, str]) -> dict[str, object]:

@@ -55,8 +55,8 @@ class BatchRunner:
         found = self._runs.get(row.id)
         if found is not None:
             run, task = found
-            await run.mark_cancelling()
-            task.cancel()
+            if await run.mark_cancelling():  # a second call must not interrupt what the first has begun
+                task.cancel()
             await asyncio.wait({task}, timeout=CANCEL_S)
 
     async def close(self) -> None:
@@ -70,11 +70,12 @@ class BatchRunner:
 
     async def _run(self, run: BatchRun) -> None:
         try:
-            await self._run_to_end(run)
-        except asyncio.CancelledError:
-            if not run.is_cancelled:
-                raise
-            await self._run_to_end(run)
+            try:
+                await self._run_to_end(run)
+            except asyncio.CancelledError:
+                if not run.is_cancelled:
+                    raise
+                await self._run_to_end(run)
         except Exception as error:
             await _fail(run, problem(error))
         finally:
