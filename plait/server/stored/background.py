@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import zlib
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -52,13 +53,17 @@ FRAMES = StreamForm("text/event-stream", lambda found: found.data)
 
 
 class ResponseJob(Struct):
-    """One response in work. `frames`: its events, each as it is sent; the number of one is its place."""
+    """One response in work. `frames`: its events, each as it is sent; the number of one is its place.
+
+    `is_storing`: how it ended is being stored, which nothing interrupts.
+    """
 
     reply: ResponsesReply
     row: StoredRow
     frames: list[bytes] = field(default_factory=list)
     is_done: bool = False
     is_cancelled: bool = False  # by its client
+    is_storing: bool = False
     task: asyncio.Task[None] | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -81,6 +86,11 @@ class ResponseJob(Struct):
         """Wait for another event, or for the end."""
         await self._changed.wait()
 
+    def interrupt(self) -> None:
+        """Have its task end soon: what it has generated so far is stored."""
+        if self.task is not None and not self.is_storing:
+            self.task.cancel()
+
 
 async def follow(job: ResponseJob, first: int) -> AsyncIterator[msgspec.Struct]:
     """The events of a job from the number `first` on, as they come, until its end."""
@@ -100,6 +110,7 @@ class BackgroundRunner:
     def __init__(self, store: Store, traffic: Traffic) -> None:
         self._store, self._traffic = store, traffic
         self._jobs: dict[tuple[str, str], ResponseJob] = {}
+        self._beginning = Counter[str]()  # by key: responses of which the rows come first
         self._stops = False
 
     def find(self, tenant: str, response_id: str) -> ResponseJob | None:
@@ -113,12 +124,13 @@ class BackgroundRunner:
         """
         keeper = reply.keeper
         assert keeper is not None
-        num_open = sum(tenant == keeper.tenant for tenant, _ in self._jobs)
+        num_open = sum(tenant == keeper.tenant for tenant, _ in self._jobs) + self._beginning[keeper.tenant]
         if num_open >= MAX_PER_KEY:
             text = f"background: {num_open} responses of this key are in work already"
             raise TooManyRequests(f"{text}, and {MAX_PER_KEY} may be; wait until one is done")
         if self._stops:
             raise NotReady("the server is stopping and takes no more requests")
+        self._beginning[keeper.tenant] += 1
         # A client that leaves now must not leave a row behind that no task works on.
         work = self._begin(replace(context, exchange=take_over(context.exchange)), reply)
         job = await asyncio.shield(work)
@@ -135,6 +147,8 @@ class BackgroundRunner:
             if context.exchange.release is not None:
                 context.exchange.release()
             raise
+        finally:
+            self._beginning -= Counter([keeper.tenant])
         job = self._jobs[keeper.tenant, head.id] = ResponseJob(reply, row)
         job.task = asyncio.get_running_loop().create_task(self._run(job, context))
         await asyncio.sleep(0)  # a task that is cancelled before it began would never end its job
@@ -145,15 +159,15 @@ class BackgroundRunner:
         job = self.find(tenant, response_id)
         if job is not None and job.task is not None:
             job.is_cancelled = True
-            job.task.cancel()
+            job.interrupt()
             await asyncio.wait({job.task})
 
     async def close(self) -> None:
         """End every job; its response says that the server stopped."""
         self._stops = True
         tasks = [job.task for job in self._jobs.values() if job.task is not None]
-        for task in tasks:
-            task.cancel()
+        for job in self._jobs.values():
+            job.interrupt()
         if tasks:
             await asyncio.wait(tasks)
 
@@ -220,22 +234,24 @@ class BackgroundRunner:
         """Store how the job ended, with its events, before readers see it. A failure is a line of the log."""
         response, last = ending.response, b"".join(event_frame(event) for event in ending.events)
         body, packed = msgspec.json.encode(response), b""
-        if job.is_streamed:
-            packed = await asyncio.to_thread(zlib.compress, b"".join(job.frames) + last)
-
-        def write(rows: Rows) -> None:
-            row = rows.change(job.row, body, response.status)
-            rows.add_items(row, (item.id for item in response.output))
-            if job.reply.keeper is not None:
-                job.reply.keeper.append(rows, response)
-            if packed:
-                rows.add_part(row, EVENTS_PART, 0, packed)
-
+        job.is_storing = True
         try:
+            if job.is_streamed:
+                packed = await asyncio.to_thread(zlib.compress, b"".join(job.frames) + last)
+
+            def write(rows: Rows) -> None:
+                row = rows.change(job.row, body, response.status)
+                rows.add_items(row, (item.id for item in response.output))
+                if job.reply.keeper is not None:
+                    job.reply.keeper.append(rows, response)
+                if packed:
+                    rows.add_part(row, EVENTS_PART, 0, packed)
+
             for pause_s in PAUSES_S:
-                # What was begun is stored, also when the server stops meanwhile.
-                if await asyncio.shield(self._try_to_store(write)):
+                job.is_storing = True
+                if await self._try_to_store(write) or job.is_cancelled or self._stops:
                     break
+                job.is_storing = False
                 await asyncio.sleep(pause_s)
         finally:
             for event in ending.events:
