@@ -32,7 +32,7 @@ from plait.server.models.folder_changes import FolderChanges
 from plait.server.models.hosted import HostedModel
 from plait.server.models.placement import RESIDENCE_S
 from plait.server.models.pool_health import find_readiness, join_health
-from plait.server.models.residents import ResidentModels, make_stopping_error
+from plait.server.models.residents import ResidentModels, make_stopping_error, make_vanished_error
 from plait.server.ollama.wire import read_keep_alive
 
 if TYPE_CHECKING:
@@ -118,7 +118,9 @@ class ModelPool(ServedModels):
         await self._residents.learn(model)
         if refusal := self._residents.budget.refusal(model):
             raise model.too_large(refusal)
-        if model.phase not in ("loading", "loaded"):
+        if model.has_vanished:
+            raise make_vanished_error(model)
+        if model.phase not in ("loading", "loaded") or (model.phase == "loading" and model.loading.stopping):
             self._residents.want(model)
         return self.facts_of(model.name)
 
@@ -250,11 +252,15 @@ class ModelPool(ServedModels):
             if before_it != entry.stamp:
                 logger.info("%s: its files have changed", name)
                 model.follow_files()
-        for name, model in before.items():
-            if name not in entries and model.phase != "unloaded":
+        vanished = [model for name, model in before.items() if name not in entries]
+        for model in vanished:
+            if model.phase != "unloaded":
                 model.is_unwanted = model.has_vanished = True
-                found[name] = model
+                found[model.name] = model
         self._residents.models = found
+        for model in vanished:
+            if model.phase == "unloaded":
+                self._residents.forget(model)
 
     async def _learn_all(self) -> None:
         for model in [*self._residents.models.values()]:

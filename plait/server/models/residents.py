@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from plait.config import ServerConfig
-from plait.errors import PlaitError, QueueFull
+from plait.errors import ModelNotFound, PlaitError, QueueFull
 from plait.server.gateway.request_context import LoadingState
 from plait.server.http.errors import NotReady
 from plait.server.models.catalog import ModelEntry
@@ -99,10 +99,12 @@ class ResidentModels:
         self._threads.join()
 
     async def learn(self, model: HostedModel) -> None:
-        """Read what the files of a model say, once."""
-        if not model.is_learned:
-            model.files = await asyncio.to_thread(self._read_files, model.entry)
-            model.is_learned = True
+        """Read what the files of a model say, once; again if they have changed meanwhile."""
+        while not model.is_learned:
+            stamp = model.entry.stamp
+            found = await asyncio.to_thread(self._read_files, model.entry)
+            if model.entry.stamp == stamp:
+                model.files, model.is_learned = found, True
 
     async def hold(self, model: HostedModel) -> Front:
         """The loaded model, held until `_release`. Raises CapacityErrors."""
@@ -233,7 +235,7 @@ class ResidentModels:
         if model.loading.stopping:  # it was cancelled; requests that came after that have it loaded again
             if model.has_changed:
                 model.forget_engine()
-            if model.waiters:
+            if model.waiters or model.is_wanted:
                 self._enqueue(model)
             return
         model.fail(error, self.clock())
@@ -255,6 +257,11 @@ class ResidentModels:
         if model is self.first and model.known is None and self.fault is None:
             self.fault = error
         self.answer(model, error)
+
+    def forget(self, model: HostedModel) -> None:
+        """A model's files are gone, and it has no engine: it is no model of the pool any more."""
+        model.has_vanished = True
+        self._drop(model, make_vanished_error(model))
 
     def lose(self, model: HostedModel, fault: BaseException) -> None:
         """A model's engine is given up. Its open requests have their errors already."""
@@ -284,6 +291,7 @@ class ResidentModels:
             model.forget_engine()
         if model.has_vanished:
             self.models = {name: one for name, one in self.models.items() if one is not model}
+            self.forget(model)
         elif model.waiters:
             self._enqueue(model)
         self.pump()
@@ -300,3 +308,7 @@ def read_entry_facts(entry: ModelEntry) -> FileFacts | None:
 
 def make_stopping_error() -> NotReady:
     return NotReady("the server is stopping and takes no more requests")
+
+
+def make_vanished_error(model: HostedModel) -> ModelNotFound:
+    return ModelNotFound(f"the model {model.name!r} is no longer in the models' folder", "model")
