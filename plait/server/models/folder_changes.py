@@ -11,14 +11,15 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import suppress
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from plait.checkpoint.find_files import Fetch, fetch_model, plan_fetch
 from plait.checkpoint.hub.cache import plan_removal
 from plait.checkpoint.hub.client import HubName, ask, is_hub_name, parse_hub_name, repo_folder
-from plait.errors import BadFile, InvalidField, PlaitError, QueueFull, clip_text
+from plait.errors import BadFile, InvalidField, ModelNotFound, PlaitError, QueueFull, clip_text
 from plait.server.gateway.served_models import PullStep
 from plait.server.http.errors import ModelUnavailable
 from plait.server.models.catalog import NAME, ModelEntry, files_of_model
@@ -29,14 +30,38 @@ INDEX_NBYTES = 16 << 20  # of the index of a sharded model, which a plan reads b
 LOOK_S = 0.5  # between two steps of a fetch
 
 
+class RepoFetches:
+    """How many fetches of a repository of the Hub go on. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock, self._num_open = threading.Lock(), Counter[str]()
+
+    @contextmanager
+    def open(self, repo: str) -> Iterator[None]:
+        """A fetch of the repository goes on inside."""
+        with self._lock:
+            self._num_open[repo] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_open[repo] -= 1
+
+    def tidy(self, repo: str, remove: Callable[[], None]) -> None:
+        """Call `remove`, of what one fetch of the repository left, unless another one goes on, or begins."""
+        with self._lock:
+            if self._num_open[repo] == 1:
+                remove()
+
+
 class PullJob:
     """A fetch into a folder, in a thread of its own. It goes on when the client that began it leaves.
 
     What was cut off goes on where it stopped, because it is fetched into the Hub's cache first.
     """
 
-    def __init__(self, name: HubName, target: Path) -> None:
-        self.name, self.target = name, target
+    def __init__(self, name: HubName, target: Path, fetches: RepoFetches) -> None:
+        self.name, self.target, self._fetches = name, target, fetches
         self.error: Exception | None = None
         self._plan: Fetch | None = None
         self._total = self._before = 0
@@ -74,18 +99,8 @@ class PullJob:
 
     def _run(self) -> None:
         try:
-            before = _count_bytes(self.name)
-            plan = plan_fetch(self.name, ask(self.name))
-            names, missing = (*plan.side, *plan.weights), plan.missing
-            self._total = sum(plan.sizes[name] or 0 for name in missing)
-            self._before = _count_bytes(self.name, whole=True)
-            self._plan = plan
-            fetch_model(plan)
-            self._places = True
-            link_files({name: plan.folder / name for name in names}, self.target)
-            # Only if nothing but this was fetched there, by whichever program.
-            if not before and _count_bytes(self.name) <= self._total + INDEX_NBYTES:
-                plan_removal(self.name).execute()
+            with self._fetches.open(self.name.repo):
+                self._fetch()
         except (PlaitError, OSError) as error:
             self.error = ModelUnavailable(str(error))
             logger.warning("%s could not be fetched: %s", self.name, error)
@@ -94,6 +109,20 @@ class PullJob:
             logger.exception("%s could not be fetched", self.name)
         finally:
             self._done.set()
+
+    def _fetch(self) -> None:
+        before = _count_bytes(self.name)
+        plan = plan_fetch(self.name, ask(self.name))
+        names, missing = (*plan.side, *plan.weights), plan.missing
+        self._total = sum(plan.sizes[name] or 0 for name in missing)
+        self._before = _count_bytes(self.name, whole=True)
+        self._plan = plan
+        fetch_model(plan)
+        self._places = True
+        link_files({name: plan.folder / name for name in names}, self.target)
+        # Only if nothing but this was fetched there, by whichever program.
+        if not before and _count_bytes(self.name) <= self._total + INDEX_NBYTES:
+            self._fetches.tidy(self.name.repo, plan_removal(self.name).execute)
 
 
 class FolderChanges:
@@ -105,6 +134,7 @@ class FolderChanges:
     def __init__(self, folder: Path, is_taken: Callable[[str], bool], *, offline: bool = False) -> None:
         self._folder, self._is_taken, self._offline = folder, is_taken, offline
         self._pulls: dict[str, PullJob] = {}
+        self._fetches, self._deleting = RepoFetches(), threading.Lock()
 
     def pull(self, asked: str) -> PullJob:
         """Begin to fetch a model of the Hub, or find the fetch that goes on.
@@ -124,7 +154,7 @@ class FolderChanges:
             return self._pulls[str(name)]
         if len(self._pulls) >= MAX_PULLS:
             raise QueueFull(f"{MAX_PULLS} models are fetched already; try again later")
-        job = self._pulls[str(name)] = PullJob(name, self._place(str(name)))
+        job = self._pulls[str(name)] = PullJob(name, self._place(str(name)), self._fetches)
         job.start()
         return job
 
@@ -140,19 +170,18 @@ class FolderChanges:
         link_files(files, target)
 
     def delete(self, entry: ModelEntry) -> None:
-        """Delete a model's files; blocks. Raises InvalidField for one that is not of the folder."""
+        """Delete a model's files; blocks.
+
+        Raises InvalidField for one that is not of the folder, and ModelNotFound for one that is gone.
+        """
         path = Path(entry.source)
         if entry.folder is None or path.parent not in (self._folder, *_folders_in(self._folder)):
             text = f"model: {entry.name!r} was named when the server was started, and is not in its folder"
             raise InvalidField(text, "model")
-        if path.is_symlink():
-            path.unlink()
-        elif path.is_dir():
-            shutil.rmtree(path)
-        else:
-            weights = [one for one in files_of_model(path) if one.suffix == path.suffix]
-            for file in weights:
-                file.unlink()
+        with self._deleting:  # two that delete the same folder would both find files gone, and stop
+            if not (path.is_symlink() or path.exists()):
+                raise ModelNotFound(f"the model {entry.name!r} was deleted meanwhile", "model")
+            _remove(path)
         if path.parent != self._folder:
             with suppress(OSError):  # others are in it
                 path.parent.rmdir()
@@ -202,6 +231,18 @@ def _link(source: Path, place: Path) -> None:
         os.link(source, place)
     except OSError:  # another file system, or one without links
         shutil.copy2(source, place)
+
+
+def _remove(path: Path) -> None:
+    """Remove a link, a folder, or the weights that a file is one part of."""
+    if path.is_symlink():
+        path.unlink()
+    elif path.is_dir():
+        shutil.rmtree(path)
+    else:
+        weights = [one for one in files_of_model(path) if one.suffix == path.suffix]
+        for file in weights:
+            file.unlink()
 
 
 def _folders_in(folder: Path) -> list[Path]:
