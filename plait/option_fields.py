@@ -20,11 +20,12 @@ def option(default: Any, text: str, *also: str, least: int | None = None, needs:
 def option_types(cls: type) -> dict[str, tuple[Any, bool]]:
     """Of each field its type, and whether it may also be None: `int | None` is (int, True)."""
     if cls not in _TYPES:
-        _TYPES[cls] = found = {}
+        found: dict[str, tuple[Any, bool]] = {}
         for name, hint in get_type_hints(cls).items():
             parts = [part for part in get_args(hint) if part is not NoneType]
             optional = get_origin(hint) in (Union, UnionType)
             found[name] = (parts[0] if optional else hint, optional)
+        _TYPES[cls] = found  # complete: another thread may read it at once
     return _TYPES[cls]
 
 

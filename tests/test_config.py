@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, get_type_hints
 
 import pytest
 
+from plait import option_fields
 from plait.config import EngineConfig, ServerConfig
 from plait.errors import ConfigError
+from tests.patience import PATIENCE_S
 
 
 @pytest.mark.parametrize(
@@ -70,3 +74,26 @@ def test_a_head_for_drafts_and_adapters_exclude_each_other() -> None:
         with pytest.raises(ConfigError, match="with lora choose ngram"):
             EngineConfig(speculate="mtp", **more)  # type: ignore[arg-type]
     assert EngineConfig(speculate="ngram", lora=("a=x",)).lora == ("a=x",)
+
+
+def test_two_threads_make_the_first_options_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As two that load models: the second one finds types that are complete, or reads them itself."""
+    is_inside, may_go = threading.Event(), threading.Event()
+
+    class SlowHints(dict[str, Any]):
+        def items(self) -> Any:
+            if not is_inside.is_set():
+                is_inside.set()
+                assert may_go.wait(PATIENCE_S)
+            return super().items()
+
+    monkeypatch.setattr(option_fields, "_TYPES", {})
+    monkeypatch.setattr(option_fields, "get_type_hints", lambda cls: SlowHints(get_type_hints(cls)))
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(EngineConfig)
+        try:
+            assert is_inside.wait(PATIENCE_S)
+            assert EngineConfig(max_num_seqs=3).max_num_seqs == 3
+        finally:
+            may_go.set()
+        assert first.result(PATIENCE_S) == EngineConfig()

@@ -15,6 +15,7 @@ import gc
 import linecache
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -45,6 +46,7 @@ _made: dict[int, Kernel] = {}  # by address
 UNUSED = frozenset({"NopythonRewrites", "InlineOverloads"})  # steps for arrays, which kernels have none of
 FOR_CLOSURES = "InlineClosureLikes"
 LOOK_UP = "get_call_type"
+_generating: dict[str, threading.RLock] = {}  # by module: one in `sys.modules` may not be complete yet
 _signatures: dict[tuple[int, tuple[types.Type, ...]], tuple[types.BaseFunction, object]] = {}
 
 
@@ -192,16 +194,20 @@ def find_kernel(address: int) -> Kernel | None:
 
 
 def load_generated(name: str, source: str) -> ModuleType:
-    """A module of kernels from generated source: register tiles have no loops over registers in Python."""
+    """A module of kernels from generated source: register tiles have no loops over registers in Python.
+
+    Of two threads that need the same one at once, the second waits until it is complete.
+    """
     title = f"plait_generated_{name}_{sha256(source.encode()).hexdigest()[:12]}"
-    if title in sys.modules:
-        return sys.modules[title]
-    module, path = ModuleType(title), f"<{title}>"
-    linecache.cache[path] = len(source), None, source.splitlines(keepends=True), path  # for tracebacks
-    sys.modules[title] = module  # machine code that was kept names it
-    try:
-        exec(compile(source, path, "exec"), module.__dict__)
-    except BaseException:
-        del sys.modules[title]
-        raise
-    return module
+    with _generating.setdefault(title, threading.RLock()):  # of its own: sources import other modules
+        if title in sys.modules:
+            return sys.modules[title]
+        module, path = ModuleType(title), f"<{title}>"
+        linecache.cache[path] = len(source), None, source.splitlines(keepends=True), path  # for tracebacks
+        sys.modules[title] = module  # machine code that was kept names it
+        try:
+            exec(compile(source, path, "exec"), module.__dict__)
+        except BaseException:
+            del sys.modules[title]
+            raise
+        return module
