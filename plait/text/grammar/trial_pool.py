@@ -29,6 +29,7 @@ from plait.text.isolation.child_process import ChildProcess, is_foreign
 log = logging.getLogger("plait")
 _OVERHEAD = 512  # bytes of the objects around a text
 _MIB = 1 << 20
+_CLOSED = "the server is stopping; the grammar was not tried out"
 _ASKED = ("kind", "source", "open_objects", "space", *PARTS)
 
 
@@ -144,6 +145,7 @@ class TrialPool:
         self._children: list[TrialChild | None] = [None] * limits.children
         self._running: dict[int, str | None] = {}  # place of a runner → the key that it works for
         self._starting: list[TrialChild] = []
+        self._num_closings = 0  # a process that was begun before the last of them is not kept
 
     def start(self) -> None:
         """Starts the processes now, so that no grammar waits for them. Raises CapacityError.
@@ -153,29 +155,33 @@ class TrialPool:
         with self._lock:
             free = [i for i, child in enumerate(self._children) if child is None and i not in self._running]
             self._running |= dict.fromkeys(free)
+            era = self._num_closings
         try:
             made = [(place, TrialChild(self._limits)) for place in free]  # all import their library at once
         except OSError as error:
             self._free_places(free)
             raise CapacityError(f"no process can be started that tries grammars out: {error}") from error
-        self._starting = [child for _, child in made]
+        with self._lock:
+            self._starting += [child for _, child in made]
         finish = threading.Thread(
-            target=self._finish_start, args=(free, made), name="plait-trials", daemon=True
+            target=self._finish_start, args=(free, made, era), name="plait-trials", daemon=True
         )
         try:
             finish.start()
         except RuntimeError:  # the system has no more threads
-            self._finish_start(free, made)
+            self._finish_start(free, made, era)
 
-    def _finish_start(self, free: Sequence[int], made: Sequence[tuple[int, TrialChild]]) -> None:
+    def _finish_start(self, free: Sequence[int], made: Sequence[tuple[int, TrialChild]], era: int) -> None:
         try:
             for place, child in made:
-                self._set_up(place, child)
+                self._set_up(place, child, era)
         except (PlaitError, OSError) as error:
-            if self._starting:  # it was not closed meanwhile
+            if era == self._num_closings:  # else it was closed meanwhile
                 log.warning("grammars: %s", error)
         finally:
-            self._starting = []
+            begun = {id(child) for _, child in made}
+            with self._lock:
+                self._starting = [child for child in self._starting if id(child) not in begun]
             self._free_places(free)
 
     def _free_places(self, places: Sequence[int]) -> None:
@@ -217,10 +223,10 @@ class TrialPool:
             for job in waiting:
                 self._forget(job)
             children = [child for child in (*self._children, *self._starting) if child is not None]
-            self._starting = []
+            self._starting, self._num_closings = [], self._num_closings + 1
             self._children = [None] * len(self._children)
         for job in waiting:
-            _deliver(job, CapacityError("the server is stopping; the grammar was not tried out"))
+            _deliver(job, CapacityError(_CLOSED))
         for child in children:
             child.stop()
 
@@ -325,18 +331,23 @@ class TrialPool:
         return Verdict(True, answer["form"])
 
     def _ready(self, place: int) -> TrialChild:
-        child = self._children[place]
+        with self._lock:
+            child, era = self._children[place], self._num_closings
         if child is not None and child.alive():
             return child
         if child is not None:
             child.stop()
-        return self._set_up(place, TrialChild(self._limits))
+        return self._set_up(place, TrialChild(self._limits), era)
 
-    def _set_up(self, place: int, child: TrialChild) -> TrialChild:
+    def _set_up(self, place: int, child: TrialChild, era: int) -> TrialChild:
+        """Make a process ready, and keep it. Raises CapacityError, also if the pool was closed meanwhile."""
         child.set_up(self._setup, self._limits)
         with self._lock:
-            self._children[place] = child
-        return child
+            if era == self._num_closings:
+                self._children[place] = child
+                return child
+        child.stop()
+        raise CapacityError(_CLOSED)
 
 
 def _deliver(job: _Job, result: Verdict | PlaitError) -> None:

@@ -182,6 +182,38 @@ def test_the_processes_start_before_the_first_grammar(stage: Stage) -> None:
     made.close()
 
 
+class SlowChild:
+    """Stands for a process that takes until `may_go` to come up. `is_begun`: it has been started."""
+
+    is_begun, may_go = threading.Event(), threading.Event()
+
+    def __init__(self, limits: GrammarLimits) -> None:
+        self.is_stopped = False
+        made.append(self)
+
+    def set_up(self, setup: str, limits: GrammarLimits) -> None:
+        self.is_begun.set()
+        assert self.may_go.wait(WAIT_S)
+
+    def stop(self) -> None:
+        self.is_stopped = True
+
+
+made: list[SlowChild] = []
+
+
+def test_a_process_that_comes_up_behind_the_end_of_the_pool_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial_pool, "TrialChild", SlowChild)
+    found, submit = pool(children=1)
+    future = submit("a")
+    assert SlowChild.is_begun.wait(WAIT_S)
+    found.close()
+    SlowChild.may_go.set()
+    with pytest.raises(CapacityError, match="the server is stopping"):
+        future.result(WAIT_S)
+    assert [child.is_stopped for child in made] == [True]
+
+
 def test_every_free_place_takes_what_came_during_the_start(stage: Stage) -> None:
     made, submit = pool(children=2)
     made._running = dict.fromkeys(range(2))  # as during `start`, in another thread
