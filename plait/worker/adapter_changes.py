@@ -28,12 +28,17 @@ class AdapterChanges:
         why = "another engine is loading, and no adapter was changed; try again later"
         return protocol.AdapterChanged(number, EngineRestarting(why))
 
-    def read(self, message: protocol.FromChild) -> None:
-        """Record the change, if the message says that the engine has made or refused one."""
+    def read(self, message: protocol.FromChild) -> str | None:
+        """Record the change, if the message says that the engine has made or refused one.
+
+        Returns the name of the adapter if it was unloaded.
+        """
         if isinstance(message, protocol.AdapterChanged):
             name, path = self._sent.pop(message.number)
             if message.error is None:
                 self._made[name] = path
+                return name if path is None else None
+        return None
 
     def restore(self, send: Callable[[protocol.ChangeAdapter], None]) -> None:
         """Have a new engine unload what was unloaded, which makes places, and then load what was loaded."""

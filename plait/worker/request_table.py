@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from plait.engine.admission import OnEvent
-from plait.errors import EngineKilled, InvalidField
+from plait.errors import EngineError, EngineKilled, InvalidField
 from plait.request import Request
 from plait.worker.open_stream import OpenStream, begin_choices
 from plait.worker.protocol import EventMessage, decode_event
@@ -27,7 +27,7 @@ class RequestEntry(OpenStream):
 
     `num_deaths`: engines that ended in a step with it. `is_suspect`: it must show, alone, that it does not
     end another one. `num_to_pass`: tokens of each choice after which it is past the place where an engine
-    ended.
+    ended. `has_lost_adapter`: its engine computes it with an adapter that the next one does not know by name.
     """
 
     is_sent: bool = False
@@ -35,6 +35,7 @@ class RequestEntry(OpenStream):
     is_suspect: bool = False
     num_deaths: int = 0
     num_to_pass: dict[int, int] = field(default_factory=dict)
+    has_lost_adapter: bool = False
 
 
 class RequestTable:
@@ -142,6 +143,7 @@ class RequestTable:
                 entry.num_to_pass[i] = TRIAL_TOKENS + (kept if part.token_ids else 0)
             entry.end_cancelled()
             self._settle(entry)
+            self._check_adapter(entry)
         for entry in charged:
             entry.num_deaths += 1
             entry.is_suspect = True
@@ -150,6 +152,19 @@ class RequestTable:
                 more = "again. What it had generated was delivered. The server's log says how they ended"
                 self.fail(entry, EngineKilled(f"{text} {more}"))
         return tuple(entry.request.id for entry in charged)
+
+    def lose_adapter(self, name: str) -> None:
+        """An adapter was unloaded. The engine goes on with it where it has begun; another one could not."""
+        for entry in self._entries.values():
+            if entry.is_sent and entry.request.adapter == name:
+                entry.has_lost_adapter = True
+
+    def _check_adapter(self, entry: RequestEntry) -> None:
+        """End a request that would go on with other numbers: its adapter's name may be another's by now."""
+        if entry.has_lost_adapter and entry.num_tokens:
+            text = f"the engine ended, and the adapter {entry.request.adapter!r} that had begun this reply"
+            self.fail(entry, EngineError(f"{text} was unloaded meanwhile; send the request again"))
+        entry.has_lost_adapter = False
 
     def expire(self, now: float) -> None:
         """End requests that wait for an engine past their time limit; the engine ends those that it has."""

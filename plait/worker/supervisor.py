@@ -284,7 +284,8 @@ class Supervisor:
                 self._reported = error
             case _:
                 self._progress_s = time.monotonic()
-                self._adapters.read(message)
+                if (name := self._adapters.read(message)) is not None:
+                    self.requests.lose_adapter(name)
                 self._watcher.on_message(message)
 
     def _overdue(self, engine: Spawned) -> str | None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -673,6 +674,29 @@ def test_streams_of_an_adapter_go_on_after_a_kill_with_the_same_tokens(tmp_path:
         process.submit(replace(request("three", [3, 1, 4], max_tokens=4), adapter="a"), reader)
         until(done(reader, "three"))
         assert isinstance(reader.last("three").error, ModelNotFound)
+    finally:
+        assert process.close(drain=False)
+
+
+@pytest.mark.slow
+def test_a_stream_does_not_go_on_after_a_kill_with_another_adapter_of_the_name(tmp_path: Path) -> None:
+    tensors, longest = write_llama(tmp_path / "base"), 1 << 16  # its reply does not end before the kill
+    file = tmp_path / "base" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": longest}))
+    for seed, name in enumerate(("a", "other")):
+        write_peft(tmp_path / "more" / name, tensors, linear_modules(tensors), seed=seed)
+    config = EngineConfig(lora_folder=str(tmp_path / "more"), device="cpu", threads=1, max_num_seqs=1)
+    process, reader = EngineProcess(str(tmp_path / "base"), config), Reader()
+    try:
+        process.ready(lambda *_: None)
+        process.change_adapter("a", "a")
+        process.submit(replace(request("one", [3, 1, 4], max_tokens=longest - 8), adapter="a"), reader)
+        until(lambda: len(reader.tokens("one")) > 2)
+        process.change_adapter("a", None)
+        process.change_adapter("a", "other")
+        kill(process)
+        until(done(reader, "one"))
+        assert "was unloaded meanwhile" in str(reader.last("one").error)
     finally:
         assert process.close(drain=False)
 

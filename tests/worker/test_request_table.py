@@ -221,3 +221,23 @@ def test_choices_wait_until_the_engine_has_seen_them_or_they_are_cancelled() -> 
     assert book.table.count_unseen(0) == 3  # of b is nothing left, and no engine has the others
     book.due()
     assert book.table.count_unseen(1) == 1
+
+
+def test_no_reply_goes_on_with_other_numbers_than_it_began_with() -> None:
+    """The adapter was unloaded meanwhile: its name is nothing's to the next engine, or another one's."""
+    table, reader = RequestTable(), Reader()
+    for name, adapter in (("begun", "a"), ("waits", "a"), ("other", "b"), ("plain", "")):
+        table.add(replace(request(name, [1, 2]), adapter=adapter), reader, 1.0)
+    assert len([*table.due()]) == 4
+    table.add(replace(request("later", [1, 2]), adapter="a"), reader, 1.0)  # the engine gets it afterwards
+    for key, name in ((1, "begun"), (3, "other"), (4, "plain")):
+        table.deliver(encode_event(key, Event(name, 0, (7,))), 2.0)
+    table.lose_adapter("a")
+    table.deliver(encode_event(1, Event("begun", 0, (8,))), 2.0)  # the engine itself goes on with it
+    assert "error" not in reader.ends("begun")
+    table.record_end((), 0)
+    text = "the adapter 'a' that had begun this reply was unloaded meanwhile"
+    assert text in str(reader.last("begun").error)
+    assert [entry.request.id for entry in table.due()] == ["waits", "other", "plain", "later"]
+    table.record_end((), 0)
+    assert [entry.request.id for entry in table.due()] == ["waits", "other", "plain", "later"]
