@@ -118,7 +118,8 @@ class ClusterLoop:
         with self._changed:
             self.check_capacity()
             self._num_arriving += 1
-        self._call(partial(self._submit, request, on_event, time.monotonic()))
+            # Under the lock that closing takes: behind the last look at all requests, nothing would end it.
+            self._call(partial(self._submit, request, on_event, time.monotonic()))
 
     def check_capacity(self) -> None:
         if self._is_closing or not self._thread.is_alive():

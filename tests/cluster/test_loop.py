@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import time
 from collections.abc import Callable
 from functools import partial, partialmethod
@@ -372,6 +373,25 @@ def test_the_end_of_a_gateway_frees_its_replicas() -> None:
         made.received.wait(lambda: not engine.running or not engine.step())
         with pytest.raises(EngineError, match="closing"):
             made.submit(make_request("b"))
+
+
+def test_a_request_that_comes_while_the_gateway_closes_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    with cluster(1) as made:
+        loop, call, is_first = made.loop, made.loop._call, True
+        closing = threading.Thread(target=partial(loop.close, drain=False))
+
+        def call_while_it_closes(function: Callable[[], None]) -> None:
+            nonlocal is_first
+            if is_first:  # the request: the gateway would close now, if it could
+                is_first = False
+                closing.start()
+                closing.join(0.5)
+            call(function)
+
+        monkeypatch.setattr(loop, "_call", call_while_it_closes)
+        made.submit(make_request("a", 10_000))
+        closing.join()
+        made.received.wait(lambda: bool(made.received.ends("a")))
 
 
 def test_a_request_with_an_id_that_is_open_is_refused() -> None:
