@@ -88,7 +88,7 @@ class ReplicaServer:
         beat_s: float = BEAT_S,
         is_frozen: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._engine, self._card, self._points, self._beat_s = engine, card, points, beat_s
+        self._engine, self.card, self._points, self._beat_s = engine, card, points, beat_s
         self._token = os.urandom(TOKEN_NBYTES)
         self._gateways: dict[str, _GatewayLink] = {}
         self._links: set[_GatewayLink] = set()
@@ -113,19 +113,20 @@ class ReplicaServer:
 
     def leave(self) -> None:
         """Announce that it will stop: gateways send nothing new."""
-        self._loop.call_soon_threadsafe(self._leave)
+        self.call(self._leave)
 
     def report_charged(self, request_ids: tuple[str, ...], is_foreign: bool) -> None:
         """The engine's process has ended, see `Watcher.on_charged`. Gateways move what they can."""
-        self._loop.call_soon_threadsafe(self._report_charged, frozenset(request_ids), is_foreign)
+        self.call(partial(self._report_charged, frozenset(request_ids), is_foreign))
 
     def hold(self, gateway: str, key: int) -> Future[None]:
         """Done when lease `key` has come, and the gateway has no lease any more.
 
-        One that does not arrive within HOLD_S is over as well.
+        One that does not arrive within HOLD_S is over as well, and all are once the server is closed.
         """
         found: Future[None] = Future()
-        self._loop.call_soon_threadsafe(self._hold, gateway, key, found)
+        if not self.call(partial(self._hold, gateway, key, found)):
+            found.set_result(None)
         return found
 
     def close(self) -> None:
@@ -162,6 +163,8 @@ class ReplicaServer:
         for link in [*self._links]:
             link.end.end("the replica stops")
         await asyncio.sleep(0)  # their ends are called
+        for gateway, holds in [*self._holds.items()]:
+            self._end_holds(gateway, max(key for key, _ in holds))
 
     async def _beat_on(self) -> None:
         while True:
@@ -178,8 +181,8 @@ class ReplicaServer:
         if is_frozen and not was_frozen:
             self._report_charged(frozenset(), is_foreign=True)  # as if it had ended: it may wake again
         self._was_frozen = is_frozen
-        is_ready = engine.healthy and not (is_frozen or self._is_leaving)
-        beat = Beat(is_ready, not engine.live, waiting, replies, dict(engine.stats()))
+        stops = is_frozen or self._is_leaving
+        beat = Beat(engine.healthy and not stops, not engine.live, waiting, replies, dict(engine.stats()))
         for link in links:
             link.end.send(beat)
         self.report_points()
@@ -221,7 +224,9 @@ class ReplicaServer:
     def _hold(self, gateway: str, key: int, found: Future[None]) -> None:
         self._holds.setdefault(gateway, []).append((key, found))
         link = self._gateways.get(gateway)
-        if link is not None and key <= link.newest_key:
+        if not self._listener.is_serving():
+            self._end_holds(gateway, key)
+        elif link is not None and key <= link.newest_key:
             self.release(link)
         else:
             self._loop.call_later(HOLD_S, self._give_up, gateway, key)
@@ -313,14 +318,12 @@ class ReplicaServer:
         self._engine.cancel(request_id)
         self.release(link)
 
-    def call(self, function: partial[None]) -> None:
-        """Call it soon on the event loop's thread. From any thread."""
-        with suppress(RuntimeError):  # closed
+    def call(self, function: Callable[[], None]) -> bool:
+        """Call it soon on the event loop's thread. From any thread. False: the server is closed."""
+        with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function)
-
-    def show_card(self, link: _GatewayLink) -> None:
-        """Say what is served here."""
-        link.end.send(self._card)
+            return True
+        return False
 
 
 class _GatewayLink:
@@ -334,7 +337,7 @@ class _GatewayLink:
         self._is_awaited = False
         self.end = ReplicaEnd(
             server._token,
-            partial(server.show_card, self),
+            lambda: self.end.send(server.card),  # what is served here
             partial(server.hear, self),
             partial(server.forget, self),
         )
@@ -345,8 +348,7 @@ class _GatewayLink:
             raise BadFrame("a lease with a key that was used before, or of a gateway without a name")
         self.newest_key = key
         request = message.request
-        num_tokens = len(request.prompt_token_ids)
-        missing = num_tokens if message.missing is None else max(message.missing, 0)
+        missing = len(request.prompt_token_ids) if message.missing is None else max(message.missing, 0)
         resumed = request.resumed or ((),) * request.params.n
         starts = {i: len(token_ids) for i, token_ids in enumerate(resumed) if token_ids is not None}
         self.leases[key] = ServedLease(request.id, missing, starts)

@@ -84,6 +84,18 @@ def test_a_replica_is_held_until_the_last_lease_of_its_gateway_is_over() -> None
         assert not made.loop.has_leases("r0")
 
 
+def test_a_closed_replica_is_held_by_nothing_and_hears_of_its_engine_in_silence() -> None:
+    """Its engine ends behind it, and the end is reported all the same."""
+    with cluster(1) as made:
+        server = made.replicas["r0"].server
+        held = server.hold("gateway", 7)  # a lease that never comes
+        server.close()
+        held.result(PATIENCE_S)
+        server.hold("gateway", 8).result(PATIENCE_S)
+        server.report_charged(("a",), False)
+        server.leave()
+
+
 def test_a_lost_connection_ends_what_holds_the_replica() -> None:
     with cluster(1) as made:
         server = made.replicas["r0"].server
