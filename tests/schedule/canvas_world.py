@@ -174,8 +174,9 @@ class World:
                 self.submit(draw(), rng.choice([1, 1, 1, 3]))
             if self.asks and rng.random() < 0.02:
                 self.cancel(rng.choice([*self.asks]))
-            if self.asks and rng.random() < 0.1:
-                self.resume(rng.choice([*self.asks]))
+            if self.asks and rng.random() < 0.1:  # mostly one with tokens: with little memory most have none
+                begun = [one for one in self.asks if len(self.texts[one]) > len(self.asks[one].prompt)]
+                self.resume(rng.choice(begun or [*self.asks]))
             self.step(fails=bool(self.asks) and rng.random() < 0.01)
         while self.asks:
             self.step()
