@@ -215,7 +215,6 @@ def facts_of_front(front: Front, name: str) -> ServedFacts:
         family=front.spec.family,
         fingerprint=front.fingerprint,
         template=template.source if template else "",
-        memory=measure_front(front),
         device_memory=front.loop.device_nbytes,
     )
 

@@ -20,7 +20,7 @@ from plait.sampling_fields import shorten
 from plait.server.api.endpoint import Endpoint, Manage, ModelsLookup
 from plait.server.api.token_scores import Count
 from plait.server.api.validate import DEFAULT_MODEL, LATEST
-from plait.server.gateway.served_models import ServedFacts, ServedModels
+from plait.server.gateway.served_models import ServedFacts, ServedModels, measure_front
 from plait.server.ollama.wire import OllamaStatus, as_time, read_body, refusal
 from plait.version import __version__
 
@@ -111,7 +111,7 @@ def list_running(found: Sequence[ServedFacts]) -> RunningModels:
     return RunningModels(
         [
             RunningModel(
-                **{**_facts(one), "size": one.device_memory or one.memory or 0},
+                **{**_facts(one), "size": _memory(one)},
                 size_vram=one.device_memory,
                 context_length=one.max_model_len or 0,
                 expires_at=FOR_EVER if one.expires is None else as_time(one.expires),
@@ -211,6 +211,14 @@ def _facts(found: ServedFacts) -> dict[str, Any]:
         "digest": digest,
         "details": _details(found),
     }
+
+
+def _memory(found: ServedFacts) -> int:
+    """Bytes that a loaded model's engine holds, on a GPU if it is there; 0: not known."""
+    known = found.device_memory or found.memory
+    if known is None and found.front is not None:
+        known = measure_front(found.front)  # here alone: lists of models are read often
+    return known or 0
 
 
 def _details(found: ServedFacts) -> ModelDetails:
