@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.narrow_addresses import find_narrow
+
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = """
 import triton
@@ -29,6 +31,7 @@ def take(x, table, y, width, count, N: tl.constexpr, WIDE: tl.constexpr):
         if i < 2:
             at += 1
         total += tl.load(x + at + i * N + lane + head * width)
+    total += tl.load(x + (row + lane) * width)  # narrow
     page = tl.load(table + row)
     if WIDE:
         page = page.to(tl.int64)
@@ -58,5 +61,27 @@ def test_products_that_32_bits_may_not_hold_are_faults_where_an_address_is_made_
     assert made.returncode == 0, made.stderr
     faults, none = made.stdout.splitlines()
     assert [fault.rpartition(":")[2] for fault in faults.split("|")] == [str(n) for n in narrow]
-    assert faults.count("32 bits may not hold an address") == 2
+    assert faults.count("32 bits may not hold an address") == 3
     assert none == ""
+
+
+REGIONS = """
+tt.func public @f(%x: !tt.ptr<f32>, %n: i32) {
+  scf.for %i = %n to %n step %n : i32 {
+    %a = arith.muli %n, %n : i32 loc(#loc1)
+  }
+  scf.if %n {
+    %a = tt.make_range {end = 16 : i32, start = 0 : i32} : tensor<16xi32> loc(#loc2)
+    %b = arith.muli %n, %n : i32 loc(#loc2)
+    %at = tt.addptr %x, %a : tensor<16x!tt.ptr<f32>>, tensor<16xi32> loc(#loc2)
+  }
+}
+#loc1 = loc("/plait/a.py":3:1)
+#loc2 = loc("/plait/a.py":4:1)
+"""
+
+
+def test_a_value_of_another_region_does_not_lend_its_name() -> None:
+    """`%a` of the loop may be too large, and the one behind it is not."""
+    assert find_narrow(REGIONS) == []
+    assert find_narrow(REGIONS.replace("%x, %a :", "%x, %b :")) == ["a.py:4"]

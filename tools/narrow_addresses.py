@@ -24,7 +24,7 @@ HOLDS = "# 32 bits hold "
 
 RESULT = re.compile(r"^\s*(%[\w.]+)(?::\d+)? = ([\w.]+)(.*?)(?: loc\((#\w+|.*?)\))?\s*$")
 VALUE = re.compile(r"%[\w.]+(?:#\d+)?")
-INTEGER = re.compile(r"\b(i\d+)>?$")
+INTEGER = re.compile(r"(?:\b|x)(i\d+)>?$")  # of a number, or of a tensor: "i32", "tensor<64x8xi32>"
 PLACE = re.compile(r"^(#loc\d*) = loc\((.*)\)$", re.MULTILINE)
 BOUNDS: dict[str, Callable[[Sequence[int]], int]] = {
     "arith.muli": lambda b: b[0] * b[1],
@@ -74,12 +74,18 @@ class _Reader:
                 self.regions.pop()
         elif match := RESULT.match(line):
             name, op, rest, place = match.groups()
+            self._forget(name)  # another region may have had a value of this name
             if text.split(" loc(")[0].endswith("{") or op.startswith("scf."):
                 self._open(name, op, rest)
             else:
                 self._compute(name, op, rest, place or "")
         elif text.startswith("scf.") and text.split(" loc(")[0].endswith("{"):
             self._open("", text.split()[0], text)
+
+    def _forget(self, name: str) -> None:
+        self.bounds.pop(name, None)
+        self.narrow.pop(name, None)
+        self.constants.discard(name)
 
     def _give(self, values: Sequence[str]) -> None:
         """The results of a region: `%x` of one, `%x#0`, `%x#1`, … of more."""

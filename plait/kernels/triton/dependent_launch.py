@@ -75,5 +75,6 @@ def prefetch_rows(weight, rows, begin, end, row, COUNT: tl.constexpr):
     rows: [N] row numbers; row: numbers from one to the next.
     """
     EACH: tl.constexpr = LINE * 8 // weight.dtype.element_ty.primitive_bitwidth
+    # 32 bits hold columns of a weight
     column = tl.minimum(begin + tl.arange(0, COUNT // EACH) * EACH, end - 1)
     prefetch(weight + rows.to(tl.int64)[:, None] * row + column[None, :])

@@ -88,6 +88,7 @@ def attend_chosen(
     position = (tl.load(seq_lens + seq) - (stop_row - row)).to(tl.int32)
     g, d, b = tile * BM + tl.arange(0, BM), tl.arange(0, DP), tl.arange(0, BN)
     there, head = g < G, kv * G + g
+    # 32 bits hold the heads of a row
     at = row * q_row + head * q_head
     kind: tl.constexpr = q.dtype.element_ty
     if kind != tl.float32:

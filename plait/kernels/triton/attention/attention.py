@@ -110,6 +110,7 @@ def join_splits(
     """
     is_whole = slot < 0
     if slot >= 0:
+        # 32 bits hold partial results: each takes kilobytes
         line = ((slot + own).to(tl.int64) * KVH + kv) * BM + tl.arange(0, BM)
         tl.store(part + line[:, None] * DP + d[None, :], acc, mask=there[:, None])
         tl.store(part_sums + line * 2, largest, mask=there)
@@ -138,6 +139,7 @@ def _join_parts(
     sums = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DP], tl.float32)
     for s in range(splits):
+        # 32 bits hold partial results: each takes kilobytes
         at = slot + (s + tl.zeros([], tl.int32)) * tiles + tile
         line = (at.to(tl.int64) * KVH + kv) * BM + tl.arange(0, BM)
         top = tl.load(part_sums + line * 2, mask=there, other=0.0, cache_modifier=".cg")

@@ -139,6 +139,7 @@ def score_keys(
         )  # fmt: skip
         tl.store(to + t, found, mask=t < end)
     for i in range(_next_of(p, programs, old), tiles, programs):
+        # 32 bits hold the tokens of a sequence
         t = (i + tl.zeros([], tl.int32)) * BN + n
         found = _score_tile(
             own_q, weight, q, at, own_weights, cache, k, line, t, end, past, first, k_row, q_head,
@@ -168,6 +169,7 @@ def _score_block_tile(
     n = tl.arange(0, NB * EACH)
     for start in range(0, SIZE, EACH):
         within = start + n % EACH
+        # 32 bits hold the tokens of a sequence
         t = (i * NB + n // EACH) * SIZE + within
         seen = (within < SIZE) & (t < end)
         if DB == DP:

@@ -86,6 +86,7 @@ def _finish_heads(
     """
     first, second = pair_columns(j, PAIRS, INTERLEAVED)
     there, behind = (head < HEADS) & (j < PAIRS), (head < HEADS) & (r < D)
+    # 32 bits hold the heads of a row
     at = x + head * x_head
     a = tl.load(at + first, mask=there, other=0.0).to(tl.float32)
     b = tl.load(at + second, mask=there, other=0.0).to(tl.float32)
@@ -189,6 +190,7 @@ def _store_codes(
     at, scales = entry_places(block, inside * HEADS + head, D, 0, WIDTH, PAGE * HEADS, GROUP)
     c = tl.arange(0, DP)[None, :]
     there = (head < HEADS) & (c < D)
+    # 32 bits hold the heads of a row
     numbers = tl.load(x + head * x_head + c, mask=there, other=0.0).to(tl.float32)
     numbers = mix_columns(numbers, ROWS, DP, STAGES)
     bits, step = _group_scales(numbers, there, ROWS, D, DP, GROUP)
@@ -328,9 +330,11 @@ def place_latent_rows(
         head = (p - 1) * HB + tl.arange(0, HB)[:, None]
         first, second = pair_columns(j, PAIRS, INTERLEAVED)
         there, to = (head < H) & (c < R), out + (token * H + head) * (R + 2 * PAIRS)
+        # 32 bits hold the heads of a row
         tl.store(to + c, tl.load(q + token * q_row + head * q_head + c, mask=there, other=0.0), mask=there)
         turned = (head < H) & (j < PAIRS)
         a, b = _load_pairs(
+            # 32 bits hold the heads of a row
             q_rope + token * rope_row + head * rope_head, turned, position, inv_freq, j, mscale,
             PAIRS, TURNS, INTERLEAVED,
         )  # fmt: skip

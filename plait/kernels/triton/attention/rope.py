@@ -78,6 +78,7 @@ def rotate_heads(
     j = tl.arange(0, PAIRSP)[None, :]
     first, second = pair_columns(j, PAIRS, INTERLEAVED)
     there = (head < H) & (j < PAIRS)
+    # 32 bits hold the heads of a row
     at, to = x + token * x_row + head * x_head, out + (token * H + head) * D
     a = tl.load(at + first, mask=there, other=0.0).to(tl.float32)
     b = tl.load(at + second, mask=there, other=0.0).to(tl.float32)

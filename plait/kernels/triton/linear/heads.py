@@ -70,6 +70,7 @@ def heads_dense(
     tokens = tl.program_id(2) * BM + tl.arange(0, BM)
     there, tokens_there = rows < n, tokens < m
     column = tl.arange(0, UNITS)[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
+    # 32 bits hold the matrices of all heads
     line = weight + head * weight_head + (tl.where(there, rows, 0) * weight_row)[None, :, None]
     line_x = x + head * x_head + (tokens.to(tl.int64) * x_row)[None, None, :]
     total = tl.zeros([UNITS, BN, BM], tl.float32)

@@ -89,6 +89,7 @@ def _multiply_share(
             else:
                 number = decode_field(words, more, table, field, DTYPE, BITS, HIGH, VALUE, BASE)
             number = (number.to(tl.float32) * scale + offset).to(DTYPE)
+            # 32 bits hold columns of a weight
             column = step * (UNITS * UNIT) + 16 * field + column_of[:, None]
             given_there = x_there[None, :] if EVEN else x_there[None, :] & (column < n_in)
             given = tl.load(x[None, :] + column, mask=given_there, other=0.0)

@@ -52,6 +52,7 @@ def entry_at(step, own, column: tl.constexpr, SIZE: tl.constexpr, UNIT: tl.const
     """
     STEP: tl.constexpr = UNIT * UNITS
     if STEP % SIZE == 0:
+        # 32 bits hold entries of a row
         of_step, of_unit = step * (STEP // SIZE), (own * UNIT + column) // SIZE
     elif SIZE % STEP == 0:
         of_step, of_unit = step // (SIZE // STEP), own * 0
@@ -67,6 +68,7 @@ def _decode_inside(
 ):  # fmt: skip
     """The four fields of some units of E2M1 times their levels of E5M3 and 2^-7: DTYPE holds that exactly."""
     last = unit if EVEN else tl.minimum(unit, units - 1)
+    # 32 bits hold the levels of a weight
     word = tl.load(levels + rows[None, :, None] + last[:, None, None] * levels_row)
     one, two, three, four = word & 255, (word >> 8) & 255, (word >> 16) & 255, (word >> 24) & 255
     if CODE != "":
@@ -105,6 +107,7 @@ def prefetch_planes(
     A row of a unit is one sector of a plane.
     """
     PARTS: tl.constexpr = BITS // HIGH if HIGH else 1
+    # 32 bits hold units of a row
     unit = tl.minimum(step * UNITS + tl.arange(0, COUNT * UNITS), units - 1).to(tl.int64)[:, None]
     row = rows.to(tl.int64)[None, :] * 16
     for part in tl.static_range(PARTS):
@@ -142,6 +145,7 @@ def multiply_planes(
     constant = tl.full([UNITS, BN, 16], 1.0 if OFFSET else -(BASE + ZERO), DTYPE)
     total = tl.zeros([UNITS, BN, BM], tl.float32)
     for step in range(begin, end):
+        # 32 bits hold units of a row
         unit = step * UNITS
         if EVEN:
             words, more = load_unit(
@@ -149,7 +153,8 @@ def multiply_planes(
                 codes_unit, BITS, HIGH,
             )  # fmt: skip
         else:
-            last = tl.minimum(unit + own, units - 1).to(tl.int64)[:, None, None]  # behind it x is zero
+            # 32 bits hold units of a row. Behind the last one x is zero.
+            last = tl.minimum(unit + own, units - 1).to(tl.int64)[:, None, None]
             words, more = load_unit(
                 codes + last * (PARTS * codes_unit) + row,
                 high + last * high_unit + row,
@@ -171,6 +176,7 @@ def multiply_planes(
                 else:
                     column = (unit + own)[:, None, None] * UNIT + 16 * field + lane[None, :, None]
                     given_there = x_there[None, None, :] & (column < n_in)
+                # 32 bits hold columns of a weight
                 found = tl.load(x_at + (unit * UNIT + 16 * field), mask=given_there, other=0.0)
                 given += (found,)  # type: ignore[assignment]
                 if AHEAD:
@@ -189,12 +195,14 @@ def multiply_planes(
                 of_step, of_unit = entry_at(step, own, group * APPLY, BLOCK, UNIT, UNITS)
                 if not EVEN:
                     of_unit = tl.minimum(of_unit, (units * UNIT - 1) // BLOCK - of_step)
+                # 32 bits hold the scales of a weight
                 first = tl.load(scales_at + of_unit[:, None] * scales_row + of_step * scales_row)
                 level = first
                 if SCALES != "plain" and SCALES != "pairs":
                     of_step, of_unit = entry_at(step, own, group * APPLY, GROUP, UNIT, UNITS)
                     if not EVEN:
                         of_unit = tl.minimum(of_unit, (units * UNIT - 1) // GROUP - of_step)
+                    # 32 bits hold the levels of a weight
                     level = tl.load(levels_at + of_unit[:, None] * levels_row + of_step * levels_row)
                 scale, offset = scale_of(first, level, SCALES)
                 if SCALES != "pairs":

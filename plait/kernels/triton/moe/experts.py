@@ -58,10 +58,12 @@ def expert_up(
     for at in range(0, n_in, BK):
         seen = at + c < n_in
         given = tl.load(line + at + c, mask=seen, other=0.0).to(tl.float32)[None, :]
+        # 32 bits hold one expert
         place = base + rows[:, None] * n_in + at + c[None, :]
         there = ok[:, None] & seen[None, :]
         first += tl.load(place, mask=there, other=0.0).to(tl.float32) * given
         if GATED:
+            # 32 bits hold one expert
             second += tl.load(place + size * n_in, mask=there, other=0.0).to(tl.float32) * given
     gate, more = tl.sum(first, 1), tl.sum(second, 1)
     if BIASED:
@@ -134,6 +136,7 @@ def expert_down(
         number, which = pick_experts(order, i, J, KP)
         real = i + tl.arange(0, J) < K
         e, slot = tl.where(real, number, 0).to(tl.int64), token * K + which
+        # 32 bits hold one expert
         base = down + (slot if PICKED else e)[:, None, None] * hidden * size + rows[None, :, None] * size
         line = h + slot[:, None] * size
         lanes = tl.zeros([J, BN, BK], tl.float32)

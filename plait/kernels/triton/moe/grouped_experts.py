@@ -100,6 +100,7 @@ def multiply_groups(
         cols, c = tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BK)
         ok = cols < size
         n_out = size * 2 if GATED else size
+        # 32 bits hold one expert
         base = weights + e.to(tl.int64) * n_out * n_in + cols[None, :] * n_in
         line = x + (pair // K).to(tl.int64)[:, None] * x_row
         first, second = tl.zeros([BM, BN], tl.float32), tl.zeros([BM, BN], tl.float32)
@@ -110,6 +111,7 @@ def multiply_groups(
             b = tl.load(base + at + c[:, None], mask=inside, other=0.0).to(a.dtype)
             first = tl.dot(a, b, first, input_precision="ieee")
             if GATED:
+                # 32 bits hold one expert
                 b = tl.load(base + size * n_in + at + c[:, None], mask=inside, other=0.0).to(a.dtype)
                 second = tl.dot(a, b, second, input_precision="ieee")
         if BIASED:

@@ -59,6 +59,7 @@ def scan_chunks(
         okp, okn = p < P, n < N
         slot, past = tl.load(slots + s).to(tl.int64), tl.load(has_history + s).to(tl.int32) != 0
         rows = tl.where(past, P, 0)
+        # 32 bits hold the state of a head
         at = state + (slot * H + head) * (P * N) + (p[None, :] * N + n[:, None])
         h = tl.load(at, mask=(p < rows)[None, :] & okn[:, None], other=0.0).to(tl.float32)
         rate = tl.load(A + head) * 1.4426950408889634

@@ -108,6 +108,7 @@ def attend_entries(
     if first < last:
         head, d = block * BM + tl.arange(0, BM), tl.arange(0, DP)
         there, row = head < H, token.to(tl.int64)
+        # 32 bits hold the heads of a row
         at = row * q_row + head * q_head
         own_q = tl.load(q + at[:, None] + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
         largest, sums = tl.full([BM], -float("inf"), tl.float32), tl.zeros([BM], tl.float32)

@@ -79,6 +79,7 @@ def place_turned_pairs(
         tl.store(v_cache + slot * V + i, _as_entry(value, v_cache), mask=i < V)
     elif p <= keys:
         a, b, rest = turn_tile(
+            # 32 bits hold the heads of a row
             k + row * k_row + head * k_head, inv_freq, inv_freq, position, inv_freq, head < KVH, j, r, 0.0,
             mscale, D, PAIRS, RESTP, False, False, False, False, INTERLEAVED,
         )  # fmt: skip
@@ -87,6 +88,7 @@ def place_turned_pairs(
     else:
         own = head - keys * HB
         a, b, rest = turn_tile(
+            # 32 bits hold the heads of a row
             q + row * q_row + own * q_head, inv_freq, inv_freq, position, inv_freq, own < H, j, r, 0.0,
             mscale, D, PAIRS, RESTP, False, False, False, False, INTERLEAVED,
         )  # fmt: skip
@@ -128,6 +130,7 @@ def attend_front(
         own = block % ((G + BM - 1) // BM) * BM + tl.arange(0, BM)
         d, e, row = tl.arange(0, DP), tl.arange(0, EP), token.to(tl.int64)
         there, head, line = own < G, kv * G + own, table + seq.to(tl.int64) * table_row
+        # 32 bits hold the heads of a row
         at = row * q_row + head * q_head
         own_q = tl.load(q + at[:, None] + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
         largest, sums = tl.full([BM], -float("inf"), tl.float32), tl.zeros([BM], tl.float32)

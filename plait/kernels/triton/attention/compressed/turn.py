@@ -103,6 +103,7 @@ def turn_head_rows(
     head = (tl.program_id(1) * HB + tl.arange(0, HB))[:, None]
     j, r = tl.arange(0, PAIRSP)[None, :], tl.arange(0, max(RESTP, 1))[None, :]
     a, b, rest = turn_tile(
+        # 32 bits hold the heads of a row
         x + token * x_row + head * x_head, weight, bias, tl.load(positions + token), inv_freq, head < H, j, r,
         eps, mscale, D, PAIRS, RESTP, NORM, LAYER, BIAS, LAST, INTERLEAVED,
     )  # fmt: skip
@@ -142,6 +143,7 @@ def place_turned_rows(
     else:
         head = (p - 2) * HB + within
         a, b, rest = turn_tile(
+            # 32 bits hold the heads of a row
             q + row * q_row + head * q_head, q_weight, q_weight, position, inv_freq, head < H, j, r,
             q_eps, mscale, D, PAIRS, RESTP, NORM, False, False, True, INTERLEAVED,
         )  # fmt: skip
