@@ -21,8 +21,9 @@ from plait.kernels.load import load_for_gpu
 from plait.loading.torch_preload import die_with
 from plait.model.mixers.registry import list_mixers
 from plait.ops.attention import BLOCK
+from plait.ops.chip import read_chip
 from plait.ops.launch import permit_dependent
-from plait.ops.linear import Linear
+from plait.ops.linear import Linear, bind_layers
 from plait.ops.registry import REGISTRY, Op, OpFacts, Variant
 
 STANDARD = {"block_size": BLOCK, "kv_dtype": "model"}
@@ -90,8 +91,9 @@ def run_once(op_name: str, variant_name: str, number: int, dtype_name: str, devi
     assert op.make is not None
     torch.manual_seed(0)
     with torch.inference_mode():
-        args, kwargs = op.make(op.cases[number], getattr(torch, dtype_name), device)
-        variant.fn(*args, **kwargs)
+        facts = OpFacts("cuda", getattr(torch, dtype_name), chip=read_chip(torch.device(device)))
+        args, kwargs = op.make(op.cases[number], facts.dtype, device)
+        variant.fn(*bind_layers(args, facts), **kwargs)
         if torch.device(device).type == "cuda":
             torch.cuda.synchronize(device)
 
@@ -165,8 +167,9 @@ class Check:
         return {"ok": not faults, "error": error, "note": "; ".join(faults) or alone}
 
     def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        bound = bind_layers(args, OpFacts("cuda", self.dtype, chip=self.bench.chip))
         with poisoned_memory():
-            return self._outcome(self.variant.fn, args, kwargs)
+            return self._outcome(self.variant.fn, bound, kwargs)
 
     def _outcome(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -201,7 +204,7 @@ class Check:
     def _alone(self, args: Sequence[Any], kwargs: Mapping[str, Any], whole: list[Tensor]) -> str:
         """Whether the first sequence, or row, has the same bits alone; what differs, or nothing.
 
-        Of an op that gets a linear layer, that is the reference of one, which promises no bits.
+        Not of an op that gets a linear layer: `linear` itself is checked so.
         """
         if any(isinstance(value, Linear) for value in args):
             return ""

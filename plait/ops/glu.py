@@ -9,14 +9,17 @@ from torch import Tensor
 
 from plait.ops.activation import PAIRS, activate, multiply
 from plait.ops.case import Case
-from plait.ops.linear import Linear, linear
-from plait.ops.registry import Arguments, TensorFn, bind_reference, op
-from plait.quant.weight import Dense
+from plait.ops.linear import Linear, linear, random_layer
+from plait.ops.registry import Arguments, TensorFn, op
 
 CASES: list[Case] = [
     dict(tokens=1, n_in=64, size=32, kind="silu"),
     dict(tokens=19, n_in=96, size=48, kind="gelu_pytorch_tanh"),
     dict(tokens=5, n_in=64, size=40, kind="swiglu_oai", bias=True),
+    *(
+        Case(tokens=tokens, n_in=512, size=40, kind="silu", stored=stored)
+        for tokens, stored in ((1, "Q4_K"), (12, "Q4_K"), (3, "Q8_0"))
+    ),
 ]
 
 
@@ -43,9 +46,6 @@ def _linear_then_product(
 
 @glu.inputs
 def _inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
-    n_in, n_out = case["n_in"], 2 * case["size"]
-    x = torch.randn(case["tokens"], n_in, dtype=dtype, device=device)
-    numbers = torch.randn(n_out, n_in, dtype=dtype, device=device) / n_in**0.5
-    bias = torch.randn(n_out, dtype=dtype, device=device) if "bias" in case else None
-    up = Linear([Dense(numbers)], [bias], bind_reference, dtype)
+    x = torch.randn(case["tokens"], case["n_in"], dtype=dtype, device=device)
+    up = random_layer(case, case["n_in"], 2 * case["size"], dtype, device)
     return (x, up, case["kind"], activate.reference), {}

@@ -8,7 +8,7 @@ Kernels that read packed weights register as further variants.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import Any, Literal
@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plait.ops.blocks import random_weight
+from plait.ops.blocks import is_storage, random_weight
 from plait.ops.case import Case
 from plait.ops.low_rank import AddedAdapters
-from plait.ops.registry import Arguments, Bind, OpFacts, op
+from plait.ops.registry import Arguments, Bind, Bound, Op, OpFacts, bind_reference, op
 from plait.quant.codebook import Codebook
 from plait.quant.fp8 import Fp8
 from plait.quant.gguf import BLOCK_TYPES
@@ -229,10 +229,12 @@ class Linear:
         self._widths: list[int] = []
         self._widens: list[bool] = []
         makers: list[Callable[[Tensor, int], Tensor] | None] = []
+        self._formats: list[str] = []
         pairs: Iterable[tuple[Any, Tensor | None]] = zip(weights, biases, strict=True)
         for _, same in groupby(pairs, key=lambda pair: (stack_key(pair[0]), pair[1] is None)):
             weight, bias = _stack(list(same))
             rounding = _rounding(weight, activations)
+            self._formats.append(weight.format)
             sizes = {"n_in": weight.shape[1], "n_out": weight.shape[0], "kind": weight.format}
             fn = bind(linear, **sizes, activations=rounding)
             self._widths.append(weight.shape[0])
@@ -258,6 +260,11 @@ class Linear:
     def is_changed(self) -> bool:
         """Whether adapters add to its result in the step that this thread computes."""
         return self.added is not None and self.added.step.current is not None
+
+    @property
+    def storages(self) -> tuple[str, ...]:
+        """The formats of its weights that are no plain numbers, as `stored` of ops that take a layer."""
+        return tuple(sorted({name for name in self._formats if is_storage(name)}))
 
     @property
     def nbytes(self) -> int:
@@ -324,3 +331,29 @@ def _stack(pairs: list[tuple[Any, Tensor | None]]) -> tuple[Any, Tensor | None]:
     if len(weights) == 1:
         return pairs[0]
     return type(weights[0]).cat(weights), torch.cat(biases) if biases else None
+
+
+def random_layer(case: Case, n_in: int, n_out: int, dtype: torch.dtype, device: str) -> Linear:
+    """A layer for cases of ops that take one, of the format `stored`, with a bias if the case has one."""
+    if "stored" in case:
+        weight: Weight = random_weight(case["stored"], n_out, n_in).to(torch.device(device))
+    else:
+        weight = Dense(torch.randn(n_out, n_in, dtype=dtype, device=device) / n_in**0.5)
+    bias = torch.randn(n_out, dtype=dtype, device=device) if case.get("bias") else None
+    return Linear([weight], [bias], bind_reference, dtype)
+
+
+def bind_layers(args: Sequence[object], facts: OpFacts) -> tuple[object, ...]:
+    """The arguments of a case with linear layers as a model has them: kernels read their packed weights.
+
+    facts: of the device, its dtype, its executor or its chip.
+    """
+
+    def bind(op: Op, **sizes: object) -> Bound:
+        return op.bind(replace(facts, sizes=sizes))[0]
+
+    def rebind(layer: Linear) -> Linear:
+        weights, biases, roundings = zip(*layer.parts, strict=True)
+        return Linear(weights, biases, bind, facts.dtype, roundings[0])
+
+    return tuple(rebind(value) if isinstance(value, Linear) else value for value in args)

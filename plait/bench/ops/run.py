@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -20,7 +21,7 @@ from plait.errors import ConfigError
 from plait.kernels.load import executor, load_kernels
 from plait.loading.plugins import load_plugins
 from plait.ops.attention import BLOCK
-from plait.ops.linear import Packing
+from plait.ops.linear import Linear, Packing, bind_layers
 from plait.ops.registry import REGISTRY, Op, OpFacts, Variant
 from plait.resource_limits import default_threads
 
@@ -142,7 +143,7 @@ def _rows(op: Op, case: Case, ground: Ground) -> Iterator[dict[str, object]]:
         "roof_share": None,
     }
     yield {**blank, "variant": "reference", **rates(slow, work, ground.roofs)}
-    facts = OpFacts(ground.device, ground.dtype, {**STANDARD, **case}, ground.executor)
+    facts = _describe(op, case, ground)
     for variant in (*op.variants, *_composition(op, facts)):
         if variant.on != ground.device:
             continue
@@ -166,6 +167,15 @@ def _rows(op: Op, case: Case, ground: Ground) -> Iterator[dict[str, object]]:
         }
 
 
+def _describe(op: Op, case: Case, ground: Ground) -> OpFacts:
+    """What a variant is chosen by: of linear layers, which a model passes as they are, too."""
+    sizes = {**STANDARD, **case}
+    facts = OpFacts(ground.device, ground.dtype, sizes, ground.executor)
+    args = bind_layers(op.make(case, ground.dtype, ground.device)[0], facts) if op.make else ()
+    named = zip(inspect.signature(op.reference).parameters, args, strict=False)
+    return replace(facts, sizes={**sizes, **{key: one for key, one in named if isinstance(one, Linear)}})
+
+
 def _composition(op: Op, facts: OpFacts) -> Iterator[Variant]:
     """What a fused op replaces, as a variant of it: the difference is what fusing is worth."""
     if op.composition:
@@ -183,6 +193,8 @@ def prepare_case(
     args, kwargs = op.make(case, ground.dtype, ground.device)
     work = work_of(op.name, case, args)
     fn: Callable[..., Any] = variant.bind(ground.executor) if variant else op.reference
+    if variant:
+        args = bind_layers(args, OpFacts(ground.device, ground.dtype, executor=ground.executor))
     if case.get("decode"):
         fn(*args, **kwargs)  # history lies in a layout of the variant's own: it writes it itself
         args = decode_step(op.name, args)

@@ -26,8 +26,10 @@ from plait.errors import clip_text
 from plait.kernels.load import load_for_gpu
 from plait.loading.kernel_trials.attempts import EARLY, TrialCase
 from plait.loading.kernel_trials.verdicts import MAX_REASON
+from plait.ops.chip import read_chip
 from plait.ops.launch import permit_dependent
-from plait.ops.registry import REGISTRY, Op, Variant
+from plait.ops.linear import bind_layers
+from plait.ops.registry import REGISTRY, Op, OpFacts, Variant
 from plait.text.isolation.child_process import is_foreign
 
 SEED = 0
@@ -63,8 +65,9 @@ def try_variant(op: Op, variant: Variant, case: Mapping[str, object], dtype: tor
         wanted = _outputs(op, op.reference, deepcopy(args), kwargs)
     except Exception as error:
         raise ReferenceFailed(f"its reference does not run: {_describe(error)}") from error
-    found = _outputs(op, variant.bind(None), deepcopy(args), kwargs)
-    again = _outputs(op, variant.bind(None), deepcopy(args), kwargs)
+    facts = OpFacts("cuda", dtype, chip=read_chip(torch.device(device)))
+    found = _outputs(op, variant.bind(None), bind_layers(deepcopy(args), facts), kwargs)
+    again = _outputs(op, variant.bind(None), bind_layers(deepcopy(args), facts), kwargs)
     if len(found) != len(wanted):
         return f"it returns {len(found)} tensors, and the reference {len(wanted)}"
     near = op.find_tolerance(variant, dtype)

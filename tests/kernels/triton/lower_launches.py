@@ -29,6 +29,7 @@ from plait.kernels.load import load_for_gpu
 from plait.model.mixers.registry import list_mixers
 from plait.ops.attention import BLOCK
 from plait.ops.chip import EXAMPLES
+from plait.ops.linear import bind_layers
 from plait.ops.registry import REGISTRY, OpFacts
 from tests.kernels.triton.match_forms import find_form, name_launch
 from tests.pretend_gpu import pretended
@@ -121,7 +122,7 @@ def main() -> None:
                     try:
                         assert op.make is not None
                         args, kwargs = op.make(case, dtype, "cuda:0")
-                        variant.fn(*args, **kwargs)
+                        variant.fn(*bind_layers(args, facts), **kwargs)
                     except Exception as error:
                         text = " ".join(str(error).split())[-300:]
                         lowering.faults[f"{op.name} ({variant.name}), case {number}: {text}"] += 1

@@ -16,6 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 from plait.kernels.load import load_for_gpu
 from plait.model.mixers.registry import list_mixers
 from plait.ops.chip import EXAMPLES
+from plait.ops.linear import bind_layers
 from plait.ops.registry import REGISTRY, Op, OpFacts, Variant
 from tests.ops.test_variants import STANDARD, copied, shared_state, tensors
 
@@ -57,6 +58,7 @@ def test_variant_agrees_with_reference(op: Op, variant: Variant, case: Any, dtyp
     args, kwargs = op.make(case, dtype, "cpu")
     wanted, given = copied(args), copied(args)
     want = [*tensors(op.reference(*wanted, **kwargs)), *tensors(shared_state(op, wanted))]
+    given = bind_layers(given, OpFacts("cuda", dtype, chip=EXAMPLES[90]))
     got = [*tensors(variant.fn(*given, **kwargs)), *tensors(shared_state(op, given))]
     near = op.find_tolerance(variant, dtype)
     assert len(got) == len(want)
