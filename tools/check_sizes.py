@@ -22,7 +22,7 @@ KERNEL_FILE_LINES, KERNEL_FUNCTION_LINES = 600, 150
 # lines go; it is raised in a commit of its own that says why, or not at all.
 CAPS = {
     ".": 2_280,
-    "bench": 4_360,
+    "bench": 4_400,
     "checkpoint": 6_000,
     "cli": 6_770,
     "cluster": 3_600,
@@ -30,11 +30,11 @@ CAPS = {
     "engine": 2_760,
     "families": 23_700,
     "frontend": 1_680,
-    "kernels": 35_600,
+    "kernels": 36_000,
     "llm": 630,
     "loading": 7_160,
-    "model": 7_600,
-    "ops": 8_000,
+    "model": 7_850,
+    "ops": 8_200,
     "quant": 2_530,
     "runner": 7_120,
     "schedule": 4_060,
