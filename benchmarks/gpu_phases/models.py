@@ -6,9 +6,10 @@ import gc
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -53,6 +54,7 @@ MANY = (  # (model, sequences, prompt, new tokens, whether the short form has it
 )
 DRY_ALONE = (("little Llama", "model", True), ("little Falcon-Mamba", "model", True))
 DRY_MANY = (("little Llama", 3, 5, 4, True),)
+FOLDED = ("add_linear", "norm_linear", "norm_glu")  # ops that compute norms between branches
 BUILD_S = 30.0  # seconds that a model takes to be made
 
 
@@ -154,10 +156,12 @@ def opened(
     *,
     records: bool = True,
     is_early: bool = True,
+    no_fuse: tuple[str, ...] = (),
 ) -> Iterator[OpenModel]:
     """A model as long as it is measured; its memory is free afterwards.
 
-    is_early: kernels may begin before those before them have ended, if this GPU is right in that.
+    no_fuse: fused ops that are left out; is_early: kernels may begin before those before them have ended, if
+    this GPU is right in that.
     """
     dtype = torch.float32 if bench.is_dry else torch.bfloat16
     with ExitStack() as stack:
@@ -165,14 +169,15 @@ def opened(
             stack.enter_context(wide_tiles())
         if not is_early:
             stack.callback(permit_dependent, bench.device, permit_dependent(bench.device, False))
-        yield from _opened(bench, name, storage, seqs, length, dtype, records=records)
+        make = partial(make_model, name, storage, bench.device, bench.chip, length, dtype, no_fuse)
+        yield from _opened(bench, make, seqs, length, records=records)
 
 
 def _opened(
-    bench: Bench, name: str, storage: str, seqs: int, length: int, dtype: torch.dtype, *, records: bool
+    bench: Bench, make: Callable[[], RandomModel], seqs: int, length: int, *, records: bool
 ) -> Iterator[OpenModel]:
     with torch.inference_mode():
-        model = make_model(name, storage, bench.device, bench.chip, length, dtype)
+        model = make()
     made = OpenModel(bench, model, seqs, length, records=records)  # an engine is made outside of that mode
     del model
     try:
@@ -194,13 +199,14 @@ def list_single(bench: Bench) -> Iterator[Item]:
                 yield Item("decode", "op by op", name, storage, run, needs_s=BUILD_S)
                 run = lambda w=what: _single(bench, *w, is_early=False)  # noqa: E731
                 yield Item("decode", "kernels in turns (no PDL)", name, storage, run, needs_s=BUILD_S)
+                run = lambda w=what: _single(bench, *w, no_fuse=FOLDED)  # noqa: E731
+                yield Item("decode", "norms apart", name, storage, run, needs_s=BUILD_S)
 
 
-def _single(
-    bench: Bench, name: str, storage: str, *, records: bool = True, is_early: bool = True
-) -> dict[str, Any]:
+def _single(bench: Bench, name: str, storage: str, **how: Any) -> dict[str, Any]:
+    """how: options of `opened`."""
     prompt, tokens = (3, 5) if bench.is_dry else (128, 256)
-    with opened(bench, name, storage, 2, prompt + tokens + 64, records=records, is_early=is_early) as it:
+    with opened(bench, name, storage, 2, prompt + tokens + 64, **how) as it:
         it.run(1, prompt, min(tokens, 16))  # warms up
         made = it.run(1, prompt, tokens)
         state = sum(

@@ -161,15 +161,25 @@ class RandomModel:
 
 
 def make_model(
-    name: str, storage: str, device: torch.device, chip: Chip, max_len: int, dtype: torch.dtype
+    name: str,
+    storage: str,
+    device: torch.device,
+    chip: Chip,
+    max_len: int,
+    dtype: torch.dtype,
+    no_fuse: tuple[str, ...] = (),
 ) -> RandomModel:
-    """A model of MODELS in a storage: "model" (the compute dtype), a format of `random_weight`, or a mix."""
+    """A model of MODELS in a storage: "model" (the compute dtype), a format of `random_weight`, or a mix.
+
+    no_fuse: ops that are left out, as the option of that name has them.
+    """
     load_for_gpu()
     torch.manual_seed(0)
     spec, names = build_spec(MODELS[name])
     target = Target(
-        device, dtype, max_len, spec.hidden_size, chip=chip, block_size=16 if device.type == "cpu" else 64
-    )
+        device, dtype, max_len, spec.hidden_size, chip=chip, block_size=16 if device.type == "cpu" else 64,
+        no_fuse=no_fuse,
+    )  # fmt: skip
     if device.type == "cuda":
         target.graphs = CudaGraphs(device, chip)
     elif device.type == "cpu":

@@ -15,8 +15,9 @@ from torch import Tensor
 from plait.checkpoint.weights import Weights
 from plait.errors import ConfigError
 from plait.memory import block_groups
+from plait.model.branch import Branch
 from plait.model.centroids import CentroidHead
-from plait.model.decoder import Branch, Decoder
+from plait.model.decoder import Decoder
 from plait.model.draft_head import ChainHead, check_sizes
 from plait.model.layers.layers import Batch, Embedding, LmHead, Norm
 from plait.ops.rows import join, take_rows

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from plait.checkpoint.weights import Weights
 from plait.model.block_choice import make_choice
-from plait.model.decoder import Branch, Decoder
+from plait.model.branch import Branch
+from plait.model.decoder import Decoder
 from plait.model.draft_head import DraftHead
 from plait.model.head_tables import HeadTables
 from plait.model.layers.layers import Batch, Norm

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from plait.checkpoint.weights import Weights
 from plait.errors import ConfigError, ShapeMismatch
-from plait.model.decoder import Branch, Decoder
+from plait.model.branch import Branch
+from plait.model.decoder import Decoder
 from plait.model.draft_head import ChainHead, check_sizes
 from plait.model.head_tables import HeadTables
 from plait.model.layers.layers import Batch, Norm

@@ -11,7 +11,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from plait.checkpoint.weights import Weights
-from plait.model.decoder import Branch, Decoder
+from plait.model.branch import Branch
+from plait.model.decoder import Decoder
 from plait.model.draft_head import ChainHead
 from plait.model.layers.layers import Batch, Embedding, LmHead, Norm
 from plait.ops.activation import combine

@@ -183,6 +183,11 @@ class Norm:
         return self._gate(h) if self._gate else h
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it is an RMS norm over all features that does nothing more."""
+        return self._layer is None and self._before is None and self._gate is None and self.groups == 1
+
+    @property
     def weights(self) -> NormWeights:
         """For ops that norm and do more. Raises UnsupportedModel for a norm that does more by itself."""
         if self._before is not None or self._gate:

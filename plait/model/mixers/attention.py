@@ -15,10 +15,11 @@ from plait.model.layers.inner_norm import InnerNorm
 from plait.model.layers.layers import Batch, Norm, Rope, describe_rope
 from plait.model.layers.sinks import Sinks
 from plait.model.layers.temperature import Temperature
-from plait.model.mixers.registry import mixer
+from plait.model.mixers.registry import BetweenLinears, mixer
 from plait.ops.activation import clip, gate
 from plait.ops.attention import paged_attention
 from plait.ops.entry import head_widths
+from plait.ops.folded_norm import LinearEnds
 from plait.ops.full_attention import full_attention
 from plait.ops.linear import Linear
 from plait.ops.place import HeadNorms, place_heads
@@ -61,7 +62,7 @@ def divide_attention(s: AttentionSpec, rank: Rank, hidden_size: int) -> Division
 
 
 @mixer(AttentionSpec, describe_attention, divide_attention)
-class Attention:
+class Attention(BetweenLinears):
     """One product gives queries, keys and values. The latter two go to the cache, where queries attend."""
 
     def __init__(self, s: AttentionSpec, w: Weights) -> None:
@@ -112,6 +113,14 @@ class Attention:
         """x: [T, hidden] -> [T, hidden]."""
         return self.attend(self.qkv(x), x, batch, store)
 
+    def ends(self) -> LinearEnds:
+        """A gate for each head reads x, too."""
+        return LinearEnds(None, "", None) if self.head_gate else LinearEnds(self.qkv, "", self.o)
+
+    def middle(self, first: Tensor, batch: Batch, store: StateStore) -> Tensor:
+        """From x's projections, one head behind the other, to what the last linear layer is given."""
+        return self._merge(*self.attend_heads(first, batch, store))
+
     def attend(self, projected: Tensor, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """The same, of x's projections, one head behind the other."""
         out, closing = self.attend_heads(projected, batch, store)
@@ -146,9 +155,13 @@ class Attention:
 
     def _close(self, out: Tensor, x: Tensor, closing: list[Tensor]) -> Tensor:
         assert self.o is not None
-        out = (self.head_gate(out, x) if self.head_gate else out).flatten(1)
+        return self.o(self._merge(self.head_gate(out, x) if self.head_gate else out, closing))
+
+    def _merge(self, out: Tensor, closing: list[Tensor]) -> Tensor:
+        """What heads give side by side, normed and gated."""
+        out = out.flatten(1)
         out = self.out_norm(out) if self.out_norm else out
-        return self.o(self._gate(out, closing[0].flatten(1)) if self._gate else out)
+        return self._gate(out, closing[0].flatten(1)) if self._gate else out
 
     def _norm_and_rotate(self, heads: Tensor, q: Tensor, k: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Queries and keys, normed and rotated. heads: both, and what is behind them."""

@@ -13,9 +13,10 @@ from plait.memory import SlotState, State
 from plait.model.layers.kept_state import float_state_dtype
 from plait.model.layers.layers import Batch, Norm
 from plait.model.mixers.mamba2 import DepthwiseConv
-from plait.model.mixers.registry import mixer
+from plait.model.mixers.registry import BetweenLinears, mixer
 from plait.ops.activation import activate, gate, sigmoid_steps
 from plait.ops.delta import delta_scan_from_gates, gated_delta_scan
+from plait.ops.folded_norm import LinearEnds
 from plait.ops.norm import gated_rms_norm
 from plait.partition import Cut, Division, Range, Rank, join_ranges, scale_range, shift_range, sum_of, width
 from plait.spec.recurrent import DeltaNetSpec
@@ -62,7 +63,7 @@ def _divide_heads(
 
 
 @mixer(DeltaNetSpec, _words, _divide)
-class DeltaNet:
+class DeltaNet(BetweenLinears):
     def __init__(self, s: DeltaNetSpec, w: Weights) -> None:
         self.spec, self.name = s, w.prefix
         hidden, keys, values = w.target.hidden_size, s.num_key_heads * s.key_dim, s.num_heads * s.value_dim
@@ -94,10 +95,13 @@ class DeltaNet:
         )
         self.states: dict[str, State] = {self.name: state}
 
-    def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
-        """x: [T, hidden] -> [T, hidden]."""
+    def ends(self) -> LinearEnds:
+        return LinearEnds(self.into, "", self.out)
+
+    def middle(self, first: Tensor, batch: Batch, store: StateStore) -> Tensor:
+        """From x's projections to what the last linear layer is given."""
         s, state = self.spec, store[self.name]
-        mixed, beta, decay, closing = self.into(x).split(self.sizes, -1)
+        mixed, beta, decay, closing = first.split(self.sizes, -1)
         decay = self.decay(decay) if self.decay else decay
         closing = self.gate(closing) if self.gate else closing
         mixed = self.conv(mixed, batch, state["conv"])
@@ -106,7 +110,8 @@ class DeltaNet:
         operands = (q, k, v, decay, self.dt_bias, self.A, beta, state["ssm"])
         where = (batch.state_slots, batch.query_start, batch.has_history, batch.num_decodes)
         y = self._scan(*operands, *where, s.beta_scale, s.tiled, batch.positions)
-        return self.out(self._close(y, closing))
+        closed: Tensor = self._close(y, closing)
+        return closed
 
     @property
     def _dims(self) -> tuple[int, int, int]:

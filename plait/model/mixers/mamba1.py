@@ -19,8 +19,9 @@ from plait.memory import SlotState, State
 from plait.model.layers.kept_state import float_state_dtype
 from plait.model.layers.layers import Batch, Norm
 from plait.model.mixers.mamba2 import DepthwiseConv, stack_ranges
-from plait.model.mixers.registry import mixer
+from plait.model.mixers.registry import BetweenLinears, mixer
 from plait.ops.activation import step_sizes
+from plait.ops.folded_norm import LinearEnds
 from plait.ops.norm import gated_rms_norm
 from plait.ops.ranks import sum_ranks
 from plait.ops.ssm import gated_mamba1_scan, mamba2_scan
@@ -60,7 +61,7 @@ class _Scan(Protocol):
 
 
 @mixer(Mamba1Spec, describe_mamba1, divide_mamba1)
-class Mamba1:
+class Mamba1(BetweenLinears):
     """`in` has the rows of x and then of the gate; `x` those of the step, B and C; `dt` has a bias."""
 
     def __init__(self, s: Mamba1Spec, w: Weights) -> None:
@@ -86,14 +87,17 @@ class Mamba1:
     def _build_scan(self, s: Mamba1Spec, w: Weights, norms: Sequence[Norm | None]) -> _Scan:
         return _PerHead(s, w, norms) if s.num_heads else _PerChannel(s, w, norms)
 
-    def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
-        """x: [T, hidden] -> [T, hidden]."""
-        return self.out(self.scan(x, batch, store))
+    def ends(self) -> LinearEnds:
+        return LinearEnds(self.in_proj, "", self.out)
 
     def scan(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden] -> [T, inner], what the last linear layer reads."""
+        return Mamba1.middle(self, self.in_proj(x), batch, store)
+
+    def middle(self, first: Tensor, batch: Batch, store: StateStore) -> Tensor:
+        """From x's projections to what the last linear layer is given."""
         state = store[self.name]
-        h, gate = self.in_proj(x).chunk(2, -1)
+        h, gate = first.chunk(2, -1)
         h = self.conv(h, batch, state["conv"])
         mapped = sum_ranks(self.x_proj(h), self._comm, h.dtype)
         step, B, C = mapped.split(list(self.sizes.values()), -1)

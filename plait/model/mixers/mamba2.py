@@ -12,9 +12,10 @@ from plait.checkpoint.weights import Weights
 from plait.memory import SlotState, State
 from plait.model.layers.kept_state import state_columns
 from plait.model.layers.layers import Batch, GatedNorm
-from plait.model.mixers.registry import mixer
+from plait.model.mixers.registry import BetweenLinears, mixer
 from plait.ops.activation import step_sizes
 from plait.ops.conv import causal_conv
+from plait.ops.folded_norm import LinearEnds
 from plait.ops.ssm import mamba2_scan_from_dt
 from plait.ops.ssm_exact import mamba2_exact
 from plait.partition import Cut, Division, Range, Rank, join_ranges, scale_range, shift_range, sum_of, width
@@ -97,7 +98,7 @@ def _divide(s: Mamba2Spec, rank: Rank, hidden_size: int) -> Division:
 
 
 @mixer(Mamba2Spec, ssd_words, _divide)
-class Mamba2:
+class Mamba2(BetweenLinears):
     def __init__(self, s: Mamba2Spec, w: Weights) -> None:
         self.spec, self.name = s, w.prefix
         hidden, heads = w.target.hidden_size, (s.num_heads,)
@@ -119,10 +120,13 @@ class Mamba2:
             conv = self.conv.tail_shape
             self.states[self.name] = SlotState({"conv": (conv, "model"), "ssm": (ssm, w.target.state_dtype)})
 
-    def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
-        """x: [T, hidden] -> [T, hidden]."""
+    def ends(self) -> LinearEnds:
+        return LinearEnds(self.in_proj, "", self.out)
+
+    def middle(self, first: Tensor, batch: Batch, store: StateStore) -> Tensor:
+        """From x's projections to what the last linear layer is given."""
         s = self.spec
-        gate, xbc, dt = self.in_proj(x).split(self.sizes, -1)
+        gate, xbc, dt = first.split(self.sizes, -1)
         state = store[self.name] if self.states else None
         xbc = self.conv(xbc, batch, state["conv"] if state else None)
         bc, shape = s.num_groups * s.state_size, (s.num_groups, s.state_size)
@@ -135,4 +139,4 @@ class Mamba2:
             args = (h, dt, self.dt_bias, s.dt_limit, self.A, B, C, self.D, store[self.name]["ssm"])
             where = (batch.state_slots, batch.query_start, batch.has_history, batch.num_decodes)
             y = self._scan(*args, *where, s.chunk_size, batch.positions)
-        return self.out(self._gate(y.flatten(1), gate))
+        return self._gate(y.flatten(1), gate)

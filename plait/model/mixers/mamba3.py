@@ -13,8 +13,9 @@ from plait.memory import SlotState, State
 from plait.model.layers.kept_state import float_state_dtype
 from plait.model.layers.layers import Batch, GatedNorm
 from plait.model.mixers.mamba2 import DepthwiseConv, divide_ssd, ssd_words
-from plait.model.mixers.registry import mixer
+from plait.model.mixers.registry import BetweenLinears, mixer
 from plait.ops.activation import activate, step_sizes
+from plait.ops.folded_norm import LinearEnds
 from plait.ops.mamba3 import map_each_head, norm_for_heads, raw_mamba3_scan
 from plait.ops.ssm_exact import mamba3_exact
 from plait.partition import Cut, Division, Rank, scale_range, width
@@ -36,7 +37,7 @@ def _divide(s: Mamba3Spec, rank: Rank, hidden_size: int) -> Division:
 
 
 @mixer(Mamba3Spec, ssd_words, _divide)
-class Mamba3:
+class Mamba3(BetweenLinears):
     def __init__(self, s: Mamba3Spec, w: Weights) -> None:
         self.spec, self.name = s, w.prefix
         hidden, heads, per_head = w.target.hidden_size, s.num_heads, (s.num_heads, s.state_size)
@@ -80,10 +81,13 @@ class Mamba3:
             shapes["conv"] = (self.conv.tail_shape, "model")
         return SlotState(shapes)
 
-    def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
-        """x: [T, hidden] -> [T, hidden]."""
+    def ends(self) -> LinearEnds:
+        return LinearEnds(self.into, "", self.out)
+
+    def middle(self, first: Tensor, batch: Batch, store: StateStore) -> Tensor:
+        """From x's projections to what the last linear layer is given."""
         s, state = self.spec, store[self.name] if self.states else {}
-        gate, mixed, dt, blend, *turns = self.into(x).split(self.sizes, -1)
+        gate, mixed, dt, blend, *turns = first.split(self.sizes, -1)
         mixed = self.conv(mixed, batch, state.get("conv")) if self.conv else mixed
         u, bc = mixed[:, : self.sizes[0]], mixed[:, self.sizes[0] :].unflatten(-1, (-1, s.state_size))
         u = (self._silu(u, "silu", False) if self._silu else u).unflatten(-1, (s.num_heads, -1))
@@ -93,7 +97,7 @@ class Mamba3:
         activation = None if self._silu else self._activation
         y = self._scan((u, dt, blend, theta, bc), parts, activation, state, batch)
         y = self._map(y, self.mimo_down) if self._map else y
-        return self.out(self._gate(y.flatten(1), gate))
+        return self._gate(y.flatten(1), gate)
 
 
 class _Recurrent:

@@ -20,10 +20,11 @@ from plait.model.layers.head_gate import HeadGate
 from plait.model.layers.indexer import Indexer
 from plait.model.layers.layers import Batch, Norm, Rope, describe_rope
 from plait.model.layers.temperature import HeadGrowth, Temperature
-from plait.model.mixers.registry import mixer
+from plait.model.mixers.registry import BetweenLinears, mixer
 from plait.ops.activation import gate
 from plait.ops.attention import paged_latent_attention
 from plait.ops.entry import latent_width
+from plait.ops.folded_norm import LinearEnds
 from plait.ops.heads import HeadRows, bind_heads
 from plait.ops.indexer import sparse_latent_attention
 from plait.ops.place import place_latent
@@ -75,7 +76,7 @@ def _divide(s: MlaSpec, rank: Rank, hidden_size: int) -> Division:
 @mixer(MlaSpec, _words, _divide)
 @mixer(PooledMlaSpec, _words, _divide)
 @mixer(GrownMlaSpec, _words, _divide)
-class Mla:
+class Mla(BetweenLinears):
     def __init__(self, s: MlaSpec, w: Weights) -> None:
         self.spec, self.name = s, w.prefix
         hidden, heads = w.target.hidden_size, s.num_heads
@@ -138,8 +139,12 @@ class Mla:
             return None, w.bind(reader, **sizes)
         return w.bind_pair(place_latent, reader, **sizes)
 
-    def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
-        """x: [T, hidden] -> [T, hidden]."""
+    def ends(self) -> LinearEnds:
+        """Several layers read x."""
+        return LinearEnds(None, "", self.o)
+
+    def middle(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
+        """x: [T, hidden] -> what heads give side by side, [T, heads · v_dim]."""
         s = self.spec
         raw = self.q_a(x) if self.q_a else x
         q = self.q_norm(raw) if self.q_norm else raw
@@ -171,7 +176,7 @@ class Mla:
         out = (self.head_gate(out, x) if self.head_gate else out).flatten(1)
         if self._gate:
             out = self._gate(out, self.out_gate(x) if self.out_gate else closing[0])
-        return self.o(out)
+        return out
 
     def _make_latent(self, latent: Tensor, k_rope: Tensor, batch: Batch) -> Tensor:
         """latent: [T, kv_rank], k_rope: [T, rope_dim] -> what is stored, [T, kv_rank + rope_dim]."""

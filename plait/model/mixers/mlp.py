@@ -11,9 +11,10 @@ from plait.checkpoint.weights import Weights
 from plait.memory import State
 from plait.model.layers.inner_norm import InnerNorm
 from plait.model.layers.layers import Batch
-from plait.model.mixers.registry import mixer
+from plait.model.mixers.registry import BetweenLinears, mixer
 from plait.ops.activation import activate, xielu
 from plait.ops.altup import activate_largest
+from plait.ops.folded_norm import LinearEnds
 from plait.ops.glu import glu
 from plait.partition import Cut, Division, Rank, join_ranges, sum_of, width
 from plait.spec.model import MlpSpec
@@ -39,7 +40,7 @@ def _divide(s: MlpSpec, rank: Rank, hidden_size: int) -> Division:
 
 
 @mixer(MlpSpec, _words, _divide)
-class Mlp:
+class Mlp(BetweenLinears):
     def __init__(self, s: MlpSpec, w: Weights, hidden_size: int | None = None) -> None:
         self.spec, self.states = s, dict[str, State]()
         hidden = hidden_size or w.target.hidden_size
@@ -53,22 +54,33 @@ class Mlp:
             if self._curve is None
             else w.bind(xielu)
         )
-        self._glu = w.bind(glu, kind=s.activation, up=self.up) if s.gated and s.cutoff is None else None
+        sizes = {"kind": s.activation, "up": self.up, "stored": self.up.storages}
+        self._glu = w.bind(glu, **sizes) if s.gated and s.cutoff is None else None
         self.is_summed, largest = s.cutoff is not None, {"size": s.size, "kind": s.activation}
         self._keep = w.bind(activate_largest, **largest) if self.is_summed else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., hidden] -> [..., hidden]."""
-        kind = self.spec.activation
-        if self._glu:
-            h = self._glu(x, self.up, kind, self._activate)
-        elif self._keep:
-            h = self._keep(self.up(x), self.spec.cutoff, kind)
-        elif self._curve is not None:
-            h = self._activate(self.up(x), self._curve)
-        else:
-            h = self._activate(self.up(x), kind, False)
-        return self.down(self._norm(h) if self._norm else h)
+        return self.down(self._activate_up(self.begin(x)))
 
-    def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
-        return self.forward(x)
+    def ends(self) -> LinearEnds:
+        return LinearEnds(self.up, self.spec.activation if self._glu else "", self.down)
+
+    def begin(self, x: Tensor) -> Tensor:
+        """Gate and up, or up: with a gate's activation where that is one op."""
+        return self._glu(x, self.up, self.spec.activation, self._activate) if self._glu else self.up(x)
+
+    def middle(self, first: Tensor, batch: Batch, store: StateStore) -> Tensor:
+        """From what `begin` gives to what the last linear layer is given."""
+        return self._activate_up(first)
+
+    def _activate_up(self, h: Tensor) -> Tensor:
+        """What `begin` gives, with what is left of its activation, and normed."""
+        kind = self.spec.activation
+        if self._keep:
+            h = self._keep(h, self.spec.cutoff, kind)
+        elif self._curve is not None:
+            h = self._activate(h, self._curve)
+        elif not self._glu:
+            h = self._activate(h, kind, False)
+        return self._norm(h) if self._norm else h

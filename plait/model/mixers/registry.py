@@ -19,6 +19,7 @@ from plait.checkpoint.weights import Weights
 from plait.errors import CannotDivide, UnsupportedModel
 from plait.memory import State, has_slots
 from plait.model.layers.layers import Batch
+from plait.ops.folded_norm import LinearEnds
 from plait.partition import Division, Rank
 from plait.spec.model import Mixer, ParallelSpec, Recurrent
 from plait.state.store import StateStore
@@ -33,6 +34,32 @@ class MixerModule(Protocol):
     states: dict[str, State]
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor: ...
+
+
+class BetweenLinears:
+    """A mixer that begins and ends with a linear layer, of which nothing else reads the input.
+
+    They may compute the norm in front of it and the sum behind it, too (`model.branch`), so a class says by
+    itself which they are, and what is between them.
+    """
+
+    def ends(self) -> LinearEnds:
+        """Its linear layers. One that is None is in `middle`."""
+        raise NotImplementedError
+
+    def middle(self, first: Tensor, batch: Batch, store: StateStore) -> Tensor:
+        """From what `begin` gives, [T, n], to what the last linear layer is given."""
+        raise NotImplementedError
+
+    def begin(self, x: Tensor) -> Tensor:
+        """x: [T, hidden] -> what the first linear layer gives; x itself where there is none."""
+        first = self.ends().first
+        return x if first is None else first(x)
+
+    def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
+        """x: [T, hidden] -> [T, hidden]."""
+        h, last = self.middle(self.begin(x), batch, store), self.ends().last
+        return h if last is None else last(h)
 
 
 M = TypeVar("M", bound=MixerModule)

@@ -12,8 +12,9 @@ from plait.memory import SlotState, State
 from plait.model.layers.kept_state import float_state_dtype
 from plait.model.layers.layers import Batch
 from plait.model.mixers.mamba2 import DepthwiseConv
-from plait.model.mixers.registry import mixer
+from plait.model.mixers.registry import BetweenLinears, mixer
 from plait.ops.activation import activate, multiply
+from plait.ops.folded_norm import LinearEnds
 from plait.ops.heads import map_heads
 from plait.ops.rg_lru import rg_lru
 from plait.partition import Cut, Division, Rank, join_ranges, sum_of, width
@@ -34,7 +35,7 @@ def _divide(s: RgLruSpec, rank: Rank, hidden_size: int) -> Division:
 
 
 @mixer(RgLruSpec, _words, _divide)
-class RgLru:
+class RgLru(BetweenLinears):
     """`gates` maps each head's channels to what opens its input, then to what opens its recurrence."""
 
     def __init__(self, s: RgLruSpec, w: Weights) -> None:
@@ -55,12 +56,16 @@ class RgLru:
         }
         self.states: dict[str, State] = {self.name: SlotState(kept)}
 
-    def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
-        """x: [T, hidden] -> [T, hidden]."""
+    def ends(self) -> LinearEnds:
+        return LinearEnds(self.into, "", self.out)
+
+    def middle(self, first: Tensor, batch: Batch, store: StateStore) -> Tensor:
+        """From x's projections to what the last linear layer is given."""
         s, state = self.spec, store[self.name]
-        u, second = self.into(x).chunk(2, -1)
+        u, second = first.chunk(2, -1)
         u = self.conv(u, batch, state["conv"])
         gates = self._map(u.unflatten(-1, (s.num_heads, -1)), self.gates)
         where = (batch.state_slots, batch.query_start, batch.has_history, batch.num_decodes)
         h = self._scan(u, gates, self.bias, self.rate, state["ssm"], *where, batch.positions)
-        return self.out(self._multiply(h, self._activate(second, s.activation, False)))
+        opened: Tensor = self._multiply(h, self._activate(second, s.activation, False))
+        return opened

@@ -10,8 +10,9 @@ from plait.checkpoint.weights import Weights
 from plait.memory import SlotState, State
 from plait.model.layers.layers import Batch
 from plait.model.mixers.mamba2 import DepthwiseConv, stack_ranges
-from plait.model.mixers.registry import mixer
+from plait.model.mixers.registry import BetweenLinears, mixer
 from plait.ops.activation import multiply
+from plait.ops.folded_norm import LinearEnds
 from plait.partition import Cut, Division, Rank, join_ranges, sum_of, width
 from plait.spec.recurrent import ShortConvSpec
 from plait.state.store import StateStore
@@ -31,7 +32,7 @@ def _divide(s: ShortConvSpec, rank: Rank, hidden_size: int) -> Division:
 
 
 @mixer(ShortConvSpec, _words, _divide)
-class ShortConv:
+class ShortConv(BetweenLinears):
     """out(C · conv(B · x)), where [B, C, x] are the three parts of `in`; the tail is of B · x."""
 
     def __init__(self, s: ShortConvSpec, w: Weights) -> None:
@@ -43,8 +44,12 @@ class ShortConv:
         self._multiply = w.bind(multiply, size=channels)
         self.states: dict[str, State] = {self.name: SlotState({"conv": (self.conv.tail_shape, "model")})}
 
-    def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
-        """x: [T, hidden] -> [T, hidden]."""
-        before, after, h = self.in_proj(x).chunk(3, -1)
+    def ends(self) -> LinearEnds:
+        return LinearEnds(self.in_proj, "", self.out)
+
+    def middle(self, first: Tensor, batch: Batch, store: StateStore) -> Tensor:
+        """From x's projections to what the last linear layer is given."""
+        before, after, h = first.chunk(3, -1)
         h = self.conv(self._multiply(before, h), batch, store[self.name]["conv"])
-        return self.out(self._multiply(after, h))
+        opened: Tensor = self._multiply(after, h)
+        return opened

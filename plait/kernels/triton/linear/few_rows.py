@@ -29,7 +29,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "sigmoid", 
 
 
 @triton.jit
-def _rows_of(tile, n, ACT: tl.constexpr, BN: tl.constexpr):
+def rows_of(tile, n, ACT: tl.constexpr, BN: tl.constexpr):
     """Row numbers of a tile, [BN], and which are there. Of gate and up: BN / 2 of each, gate first."""
     if ACT == "":
         rows = tile * BN + tl.arange(0, BN)
@@ -43,10 +43,10 @@ def _rows_of(tile, n, ACT: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def _add_shares(place, SHARES: tl.constexpr, SIZE: tl.constexpr):
+def add_shares(place, SHARES: tl.constexpr, SIZE: tl.constexpr):
     """Halves of the shares are added to each other, as `add_units` does."""
     if SHARES > 1:
-        total = _add_shares(place, SHARES // 2, SIZE) + _add_shares(
+        total = add_shares(place, SHARES // 2, SIZE) + add_shares(
             place + SHARES // 2 * SIZE, SHARES // 2, SIZE
         )
     else:
@@ -55,7 +55,7 @@ def _add_shares(place, SHARES: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _write(
+def write_result(
     total, rows, there, tokens, tokens_there, tile, bias, out, n, out_row,
     BIAS: tl.constexpr, ACT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
@@ -86,11 +86,13 @@ def _finish(
         tl.debug_barrier()  # all of this share is written before it counts
         done = tl.atomic_add(counters + tile, 1, sem="acq_rel")
         if done == SHARES - 1:
-            whole = _add_shares(first, SHARES, BN * BM)
+            whole = add_shares(first, SHARES, BN * BM)
             tl.store(counters + tile, 0)
-            _write(whole, rows, there, tokens, tokens_there, tile, bias, out, n, out_row, BIAS, ACT, BN, BM)
+            write_result(
+                whole, rows, there, tokens, tokens_there, tile, bias, out, n, out_row, BIAS, ACT, BN, BM
+            )
     else:
-        _write(total, rows, there, tokens, tokens_there, tile, bias, out, n, out_row, BIAS, ACT, BN, BM)
+        write_result(total, rows, there, tokens, tokens_there, tile, bias, out, n, out_row, BIAS, ACT, BN, BM)
 
 
 @triton.jit
@@ -117,7 +119,7 @@ def few_planes(
     tile, share, tokens = tl.program_id(0), tl.program_id(1), tl.arange(0, BM)
     if BLOCKS:
         x, out, m, tile, share = _start_block(x, out, m, x_row, out_row, BM)
-    rows, there = _rows_of(tile, n, ACT, BN)
+    rows, there = rows_of(tile, n, ACT, BN)
     tokens_there = tokens < m
     if is_dependent() and (HIGH != 1 or BM == 8):  # else registers are spilled
         prefetch_planes(
@@ -137,6 +139,30 @@ def few_planes(
 
 
 @triton.jit
+def multiply_dense(
+    x, x_there, weight, rows, begin, end, n_in, weight_row,
+    EVEN: tl.constexpr, UNIT: tl.constexpr, UNITS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Rows of plain numbers times rows of x, over steps begin .. end, as `multiply_planes` has it."""
+    column = tl.arange(0, UNITS)[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
+    weight_at = weight + rows.to(tl.int64)[None, :, None] * weight_row + column[:, None, :]
+    x_at = x[None, None, :] + column[:, :, None]
+    total = tl.zeros([UNITS, BN, BM], tl.float32)
+    for step in range(begin, end):
+        # 32 bits hold columns of a weight
+        at = step * (UNITS * UNIT)
+        if EVEN:
+            numbers = tl.load(weight_at + at)
+            given = tl.load(x_at + at, mask=x_there[None, None, :], other=0.0)
+        else:
+            inside = at + column < n_in
+            numbers = tl.load(weight_at + at, mask=inside[:, None, :], other=0.0)
+            given = tl.load(x_at + at, mask=x_there[None, None, :] & inside[:, :, None], other=0.0)
+        total = tl.dot(numbers, given, total, input_precision="ieee")
+    return add_units(total, UNITS, BN, BM)
+
+
+@triton.jit
 def few_dense(
     x, weight, bias, out, parts, counters, m, n, n_in, steps, x_row, out_row, weight_row,
     EVEN: tl.constexpr, SHARES: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr,
@@ -147,29 +173,20 @@ def few_dense(
     tile, share, tokens = tl.program_id(0), tl.program_id(1), tl.arange(0, BM)
     if BLOCKS:
         x, out, m, tile, share = _start_block(x, out, m, x_row, out_row, BM)
-    rows, there = _rows_of(tile, n, ACT, BN)
+    rows, there = rows_of(tile, n, ACT, BN)
     tokens_there = tokens < m
     if is_dependent():
+        # 32 bits hold columns of a weight
         first = steps * share // SHARES * (UNITS * UNIT)
         prefetch_rows(weight, rows, first, n_in, weight_row, UNITS * UNIT)
     await_previous()
-    column = tl.arange(0, UNITS)[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
-    weight_at = weight + rows.to(tl.int64)[None, :, None] * weight_row + column[:, None, :]
-    x_at = x + (tokens * x_row)[None, None, :] + column[:, :, None]
-    total = tl.zeros([UNITS, BN, BM], tl.float32)
-    for step in range(steps * share // SHARES, steps * (share + 1) // SHARES):
-        at = step * (UNITS * UNIT)
-        if EVEN:
-            numbers = tl.load(weight_at + at)
-            given = tl.load(x_at + at, mask=tokens_there[None, None, :], other=0.0)
-        else:
-            inside = at + column < n_in
-            numbers = tl.load(weight_at + at, mask=inside[:, None, :], other=0.0)
-            given = tl.load(x_at + at, mask=tokens_there[None, None, :] & inside[:, :, None], other=0.0)
-        total = tl.dot(numbers, given, total, input_precision="ieee")
+    total = multiply_dense(
+        x + tokens * x_row, tokens_there, weight, rows, steps * share // SHARES,
+        steps * (share + 1) // SHARES, n_in, weight_row, EVEN, UNIT, UNITS, BN, BM,
+    )  # fmt: skip
     _finish(
-        add_units(total, UNITS, BN, BM), rows, there, tokens, tokens_there, tile, share, bias, out, parts,
-        counters, n, out_row, SHARES, BIAS, ACT, BN, BM,
+        total, rows, there, tokens, tokens_there, tile, share, bias, out, parts, counters, n, out_row,
+        SHARES, BIAS, ACT, BN, BM,
     )  # fmt: skip
 
 

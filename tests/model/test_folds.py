@@ -1,0 +1,86 @@
+"""Norms between branches that linear layers compute: which models have them, and what keeps a norm apart."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed here")
+
+from plait.checkpoint.weights import Target, Weights
+from plait.kernels.load import load_for_gpu
+from plait.model.decoder import Decoder
+from plait.ops.chip import EXAMPLES
+from plait.ops.folded_norm import MOST_ROWS
+from tests.families.every import read_model
+from tests.families.parity import CPU, LONGEST, Session, resolved
+from tests.kernels.triton.test_whole_models import differ, run_steps
+
+load_for_gpu()
+FOLDS = ("add_linear", "norm_linear", "norm_glu")
+CHIP = EXAMPLES[90]
+
+
+def build(name: str, folder: Path, **options: object) -> tuple[Decoder, Counter[str]]:
+    """A family's tiny model as a GPU would bind it, and how often each op of a folded norm is bound."""
+    config, checkpoint = read_model(name, folder)
+    found = resolved(checkpoint, config)
+    target = Target(CPU, torch.float32, LONGEST, found.spec.hidden_size, chip=CHIP)
+    for key, value in options.items():
+        setattr(target, key, value)
+    built = Decoder(found.spec, Weights(checkpoint, found.names, target))
+    return built, Counter(row.op for row in target.bound if row.op in FOLDS)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("llama", {"add_linear": 5, "norm_glu": 3, "norm_linear": 2}),  # three layers of two branches
+        ("minicpm", {"add_linear": 5, "norm_glu": 3, "norm_linear": 2}),  # residuals with a factor
+        ("mamba2", {"add_linear": 2, "norm_linear": 2}),
+        ("qwen3_moe", {"add_linear": 2, "norm_glu": 1, "norm_linear": 1}),  # around its one dense MLP
+        ("gemma2", {}),  # a norm behind each branch, too
+        ("cohere", {}),  # no RMS norm
+    ],
+)
+def test_which_norms_are_folded(name: str, expected: dict[str, int], tmp_path: Path) -> None:
+    assert build(name, tmp_path)[1] == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": torch.float16},
+        {"deterministic": True},
+        {"ops": "reference"},
+        {"no_fuse": ("add_linear",)},
+        {"no_fuse": ("norm_linear", "norm_glu")},
+        {"chip": replace(CHIP, trials={"add_linear/triton//float32": "it is off"})},
+        {"chip": None},
+    ],
+    ids=str,
+)
+def test_what_keeps_norms_apart(options: dict[str, object], tmp_path: Path) -> None:
+    assert not build("llama", tmp_path, **options)[1]
+
+
+@pytest.mark.parametrize("name", ["llama", "minicpm", "mamba2"])
+def test_folded_norms_give_the_logits_of_norms_apart(name: str, tmp_path: Path) -> None:
+    folded, _ = build(name, tmp_path)
+    apart, found = build(name, tmp_path, no_fuse=FOLDS)
+    assert not found
+    assert differ(run_steps(folded), run_steps(apart)) < 1e-5
+
+
+def test_a_step_of_more_rows_has_the_bits_of_norms_apart(tmp_path: Path) -> None:
+    ids = torch.randint(3, 64, (MOST_ROWS + 1,), generator=torch.Generator().manual_seed(3))
+    results = []
+    for no_fuse in ((), FOLDS):
+        model, _ = build("llama", tmp_path, no_fuse=no_fuse)
+        with torch.inference_mode():
+            results += Session(model, 16).step([(0, 0, ids)])
+    assert torch.equal(*results)
