@@ -203,11 +203,12 @@ def fold_dense(
 
 @dataclass(frozen=True, slots=True)
 class _Ends:
-    """What the two ends of a folded norm add to a launch of few rows."""
+    """What the two ends of a folded norm add to a launch of few rows.
 
-    tensors: tuple[
-        Tensor, Tensor, Tensor, Tensor
-    ]  # squares, residual, added, norm; what one lacks is another
+    tensors: squares, residual, added, norm; what one end lacks, and does not read, is another.
+    """
+
+    tensors: tuple[Tensor, ...]
     numbers: tuple[int, float, float]  # sums of a row, eps, scale
     constants: dict[str, object]
 
@@ -237,10 +238,8 @@ def _launch(
     tiles = -(-n_out // bn)
     parts = torch.empty(tiles * shares * bn * bm if shares > 1 else 1, dtype=torch.float32, device=x.device)
     common = (out if bias is None else bias, out, parts, packed.counters, *ends.tensors, m, n_out, n_in)
-    strides, constants = (
-        (x.stride(0), out.stride(0)),
-        {**constants, **ends.constants, "BIAS": bias is not None},
-    )
+    strides = x.stride(0), out.stride(0)
+    constants |= {**ends.constants, "BIAS": bias is not None}
     if isinstance(packed, PackedPlanes):
         planes = packed.planes
         launch(
