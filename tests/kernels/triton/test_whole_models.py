@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tests.families.every import NAMES, read_model
 from tests.families.parity import CPU, LONGEST, Memory, Session, resolved
 
 PROMPT, OTHER, DECODES = 14, 5, 3
+DRAWS = 4  # of weights that are rounded otherwise
 BLOCK = 16
 TOLERANCE = 1e-5  # of the largest logit: float32, sums in another order
 
@@ -42,9 +44,9 @@ def run_steps(model: Decoder) -> list[Tensor]:
     return parts
 
 
-def round_otherwise(checkpoint: Memory) -> Memory:
+def round_otherwise(checkpoint: Memory, draw: int) -> Memory:
     """The model with weights that differ by half of float32's last bit."""
-    seed = torch.Generator().manual_seed(1)
+    seed = torch.Generator().manual_seed(draw)
 
     def shift(tensor: Tensor) -> Tensor:
         return tensor * (1 + (torch.rand(tensor.shape, generator=seed) - 0.5) * 2**-23)
@@ -65,4 +67,15 @@ def test_a_model_of_kernels_gives_the_logits_of_the_references(name: str, tmp_pa
     wanted = run_steps(build(checkpoint, config, None))
     off = differ(run_steps(build(checkpoint, config, EXAMPLES[90])), wanted)
     if off > TOLERANCE:  # a tiny model of random weights may itself be as sensitive as this: Zamba2's is
-        assert off <= 2 * differ(run_steps(build(round_otherwise(checkpoint), config, None)), wanted)
+        assert off <= 2 * max(measure_sensitivity(checkpoint, config, wanted))
+
+
+def measure_sensitivity(
+    checkpoint: Memory, config: dict[str, object], wanted: list[Tensor]
+) -> Iterator[float]:
+    """How far weights that are rounded otherwise move the logits, by several draws.
+
+    One is not enough: eight of them move one decode of Alice AI's by 2.8e-6 to 1.1e-5.
+    """
+    for draw in range(1, DRAWS + 1):
+        yield differ(run_steps(build(round_otherwise(checkpoint, draw), config, None)), wanted)
