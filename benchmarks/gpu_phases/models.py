@@ -54,7 +54,7 @@ MANY = (  # (model, sequences, prompt, new tokens, whether the short form has it
 )
 DRY_ALONE = (("little Llama", "model", True), ("little Falcon-Mamba", "model", True))
 DRY_MANY = (("little Llama", 3, 5, 4, True),)
-FOLDED = ("add_linear", "norm_linear", "norm_glu")  # ops that compute norms between branches
+FOLDED = ("add_linear", "norm_linear", "norm_glu", "add_experts", "norm_route")  # norms between branches
 BUILD_S = 30.0  # seconds that a model takes to be made
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from plait.checkpoint.weights import Weights
 from plait.memory import State
-from plait.model.branch import Branch
+from plait.model.branch import Branch, Delta, Unnormed
 from plait.model.denoiser import Denoiser
 from plait.model.front import read_front
 from plait.model.layers.layer_inputs import LayerInputs
@@ -74,10 +74,10 @@ class Decoder:
         self, x: Tensor, embeddings: Tensor, batch: Batch, store: StateStore
     ) -> tuple[Tensor, Tensor | None]:
         """(x, what is still to be added to it), behind the last branch."""
-        delta: Tensor | HalfNorm | None = None
+        delta: Delta = None
         for branch in self.branches:
             x, delta = branch.run(x, delta, embeddings, batch, store)
-        assert not isinstance(delta, HalfNorm)  # of the last branch nothing is folded
+        assert not isinstance(delta, HalfNorm | Unnormed)  # the last branch leaves nothing to another
         return x, delta
 
     def logits(self, h: Tensor, batch: Batch) -> Tensor:

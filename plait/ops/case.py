@@ -20,6 +20,7 @@ class Sizes(TypedDict, total=False):
     dim: int  # of a head
     experts: int
     front: int  # keys and values before those of a sequence
+    group: int
     groups: int
     head_dim: int
     heads: int

@@ -35,6 +35,7 @@ NORM_CASES: list[Case] = [
     dict(tokens=1, hidden=64, n_out=48),
     dict(tokens=5, hidden=4096, n_out=64, bias=True),
     dict(tokens=8, hidden=208, n_out=96),
+    dict(tokens=3, hidden=2080, n_out=32, group=4),  # behind experts
     *(
         Case(tokens=tokens, hidden=512, n_out=80, stored=stored)
         for tokens, stored in ((1, "Q4_K"), (11, "Q4_K"), (2, "Q6_K"), (4, "Q8_0"))
@@ -52,22 +53,10 @@ GLU_CASES: list[Case] = [
 
 
 class HalfNorm(NamedTuple):
-    """What `add_linear` leaves of a norm: rows [T, n], squares [T, n / 16] float32."""
+    """What `add_linear` or `add_experts` leaves of a norm: rows [T, n], squares [T, sums] float32."""
 
     rows: Tensor
     squares: Tensor
-
-
-class LinearEnds(NamedTuple):
-    """The linear layers with which a mixer begins and ends: nothing else reads its input.
-
-    kind: the activation of gate and up that follows the first one at once, or "". None: it begins or ends
-    otherwise.
-    """
-
-    first: Linear | None
-    kind: str
-    last: Linear | None
 
 
 @op(cases=ADD_CASES, tolerance=TOLERANCE, is_product=True)
@@ -84,10 +73,10 @@ def add_linear(
     return x, *halve_norm(x, weight)
 
 
-def halve_norm(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(x · weight in x's dtype, the squares of x in sums of 16)."""
+def halve_norm(x: Tensor, weight: Tensor, group: int = GROUP) -> tuple[Tensor, Tensor]:
+    """(x · weight in x's dtype, the squares of x in sums of `group` numbers each)."""
     wide = x.float()
-    return (wide * weight).to(x.dtype), wide.square().unflatten(-1, (-1, GROUP)).sum(-1)
+    return (wide * weight).to(x.dtype), wide.square().unflatten(-1, (-1, group)).sum(-1)
 
 
 @add_linear.replaces(combine, given=(linear,))
@@ -111,7 +100,7 @@ def _add_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
 def norm_linear(rows: Tensor, squares: Tensor, layer: Linear, eps: float) -> Tensor:
     """A linear layer of what `add_linear` gives: the second half of the norm, then `layer`.
 
-    rows: [T, n], squares: [T, n / 16] float32, `layer` maps n to out -> [T, out] in the dtype of rows.
+    rows: [T, n], squares: [T, sums] float32, `layer` maps n to out -> [T, out] in the dtype of rows.
     """
     return layer(finish_norm(rows, squares, eps))
 
@@ -154,4 +143,4 @@ def _glu_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
 
 def _make_halves(case: Case, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
     x = torch.randn(case["tokens"], case["hidden"], dtype=dtype, device=device)
-    return halve_norm(x, torch.rand(case["hidden"], device=device) + 0.5)
+    return halve_norm(x, torch.rand(case["hidden"], device=device) + 0.5, case.get("group", GROUP))

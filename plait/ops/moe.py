@@ -108,7 +108,7 @@ def _weigh_within(logits: Tensor, index: Tensor, margin: float) -> Tensor:
 
 
 @route.inputs
-def _route_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
+def make_route_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     logits = torch.randn(case["tokens"], case["experts"], dtype=dtype, device=device)
     bias = torch.randn(case["experts"], device=device) if case.get("bias") else None
     factors = torch.randn(case["experts"], device=device) if case.get("factors") else None
@@ -219,7 +219,7 @@ def _each_expert(
 
 
 @experts.inputs
-def _experts_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
+def make_expert_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     x = torch.randn(case["tokens"], case["hidden"], dtype=dtype, device=device)
     # The sums shall be of order 1: where squares and biases make them larger, bfloat16 rounds the reference
     # itself by as much as a kernel may be off.

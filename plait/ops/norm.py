@@ -57,6 +57,59 @@ def _add_rms_norm_inputs(case: Case, dtype: torch.dtype, device: str) -> Argumen
     return (x, torch.randn_like(x), weight, eps), {}
 
 
+@op(cases=[case for case in CASES if case["groups"] == 1])
+def norm_add(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x and the RMS norm of delta: a residual branch that ends with a norm. x, delta: [T, n] -> [T, n]."""
+    normed: Tensor = rms_norm.reference(delta, weight, eps)
+    return x + normed
+
+
+@norm_add.replaces(rms_norm, combine)
+def _norm_then_add(
+    norm: TensorFn, add: TensorFn, x: Tensor, delta: Tensor, weight: Tensor, eps: float
+) -> Tensor:
+    return add(x, norm(delta, weight, eps), 1.0)
+
+
+@norm_add.inputs
+def _norm_add_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
+    (x, delta, weight, eps), _ = _add_rms_norm_inputs(case, dtype, device)
+    return (x, delta, weight.float(), eps), {}
+
+
+@op(cases=[case for case in CASES if case["groups"] == 1])
+def norm_add_norm(
+    x: Tensor, delta: Tensor, before: Tensor, before_eps: float, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """`norm_add`, and the RMS norm of that, with which the next branch begins.
+
+    x, delta: [T, n]; before: weight of the norm of delta, [n] float32; weight: of the next branch's, the same
+    -> two tensors [T, n].
+    """
+    x = norm_add.reference(x, delta, before, before_eps)
+    return x, rms_norm.reference(x, weight, eps)
+
+
+@norm_add_norm.replaces(rms_norm, add_rms_norm)
+def _norm_then_add_norm(
+    norm: TensorFn,
+    add: TensorFn,
+    x: Tensor,
+    delta: Tensor,
+    before: Tensor,
+    before_eps: float,
+    weight: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    return add(x, norm(delta, before, before_eps), weight, eps)  # type: ignore[return-value]
+
+
+@norm_add_norm.inputs
+def _norm_add_norm_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
+    (x, delta, weight, eps), _ = _norm_add_inputs(case, dtype, device)
+    return (x, delta, torch.rand_like(weight) + 0.5, 1e-5, weight, eps), {}
+
+
 @op(cases=CASES)
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, groups: int = 1) -> Tensor:
     """(x - mean) / std * weight + bias over the last dimension, or over each of `groups` equal parts of it.

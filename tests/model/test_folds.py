@@ -21,7 +21,8 @@ from tests.families.parity import CPU, LONGEST, Session, resolved
 from tests.kernels.triton.test_whole_models import differ, run_steps
 
 load_for_gpu()
-FOLDS = ("add_linear", "norm_linear", "norm_glu")
+JOINS = ("norm_add", "norm_add_norm")
+FOLDS = (*JOINS, "add_linear", "norm_linear", "norm_glu", "add_experts", "norm_route")
 CHIP = EXAMPLES[90]
 
 
@@ -42,8 +43,16 @@ def build(name: str, folder: Path, **options: object) -> tuple[Decoder, Counter[
         ("llama", {"add_linear": 5, "norm_glu": 3, "norm_linear": 2}),  # three layers of two branches
         ("minicpm", {"add_linear": 5, "norm_glu": 3, "norm_linear": 2}),  # residuals with a factor
         ("mamba2", {"add_linear": 2, "norm_linear": 2}),
-        ("qwen3_moe", {"add_linear": 2, "norm_glu": 1, "norm_linear": 1}),  # around its one dense MLP
-        ("gemma2", {}),  # a norm behind each branch, too
+        (  # its second MLP is dense
+            "qwen3_moe",
+            {"add_linear": 4, "norm_linear": 4, "norm_route": 2, "add_experts": 1, "norm_glu": 1},
+        ),
+        ("gpt_oss", {"add_linear": 3, "norm_linear": 5, "norm_route": 3, "add_experts": 2}),
+        ("olmoe", {"add_linear": 3, "norm_linear": 5, "norm_route": 3, "add_experts": 2}),
+        ("phimoe", {}),  # no RMS norm
+        ("gemma4", {"norm_add_norm": 3}),  # of two branches the second has a factor
+        ("gemma2", {"norm_add_norm": 5}),  # a norm behind each branch, too
+        ("olmo2", {"norm_add": 5}),  # a norm behind each branch alone
         ("cohere", {}),  # no RMS norm
     ],
 )
@@ -68,7 +77,9 @@ def test_what_keeps_norms_apart(options: dict[str, object], tmp_path: Path) -> N
     assert not build("llama", tmp_path, **options)[1]
 
 
-@pytest.mark.parametrize("name", ["llama", "minicpm", "mamba2"])
+@pytest.mark.parametrize(
+    "name", ["llama", "minicpm", "mamba2", "qwen3_moe", "gpt_oss", "jamba", "gemma3", "olmo2"]
+)
 def test_folded_norms_give_the_logits_of_norms_apart(name: str, tmp_path: Path) -> None:
     folded, _ = build(name, tmp_path)
     apart, found = build(name, tmp_path, no_fuse=FOLDS)

@@ -15,11 +15,10 @@ from plait.model.layers.inner_norm import InnerNorm
 from plait.model.layers.layers import Batch, Norm, Rope, describe_rope
 from plait.model.layers.sinks import Sinks
 from plait.model.layers.temperature import Temperature
-from plait.model.mixers.registry import BetweenLinears, mixer
+from plait.model.mixers.registry import BetweenLinears, LinearEnds, mixer
 from plait.ops.activation import clip, gate
 from plait.ops.attention import paged_attention
 from plait.ops.entry import head_widths
-from plait.ops.folded_norm import LinearEnds
 from plait.ops.full_attention import full_attention
 from plait.ops.linear import Linear
 from plait.ops.place import HeadNorms, place_heads

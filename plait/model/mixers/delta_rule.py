@@ -13,10 +13,9 @@ from plait.memory import SlotState, State
 from plait.model.layers.kept_state import float_state_dtype
 from plait.model.layers.layers import Batch, Norm
 from plait.model.mixers.mamba2 import DepthwiseConv
-from plait.model.mixers.registry import BetweenLinears, mixer
+from plait.model.mixers.registry import BetweenLinears, LinearEnds, mixer
 from plait.ops.activation import activate, gate, sigmoid_steps
 from plait.ops.delta import delta_scan_from_gates, gated_delta_scan
-from plait.ops.folded_norm import LinearEnds
 from plait.ops.norm import gated_rms_norm
 from plait.partition import Cut, Division, Range, Rank, join_ranges, scale_range, shift_range, sum_of, width
 from plait.spec.recurrent import DeltaNetSpec

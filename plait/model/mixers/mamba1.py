@@ -19,9 +19,8 @@ from plait.memory import SlotState, State
 from plait.model.layers.kept_state import float_state_dtype
 from plait.model.layers.layers import Batch, Norm
 from plait.model.mixers.mamba2 import DepthwiseConv, stack_ranges
-from plait.model.mixers.registry import BetweenLinears, mixer
+from plait.model.mixers.registry import BetweenLinears, LinearEnds, mixer
 from plait.ops.activation import step_sizes
-from plait.ops.folded_norm import LinearEnds
 from plait.ops.norm import gated_rms_norm
 from plait.ops.ranks import sum_ranks
 from plait.ops.ssm import gated_mamba1_scan, mamba2_scan

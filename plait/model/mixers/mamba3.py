@@ -13,9 +13,8 @@ from plait.memory import SlotState, State
 from plait.model.layers.kept_state import float_state_dtype
 from plait.model.layers.layers import Batch, GatedNorm
 from plait.model.mixers.mamba2 import DepthwiseConv, divide_ssd, ssd_words
-from plait.model.mixers.registry import BetweenLinears, mixer
+from plait.model.mixers.registry import BetweenLinears, LinearEnds, mixer
 from plait.ops.activation import activate, step_sizes
-from plait.ops.folded_norm import LinearEnds
 from plait.ops.mamba3 import map_each_head, norm_for_heads, raw_mamba3_scan
 from plait.ops.ssm_exact import mamba3_exact
 from plait.partition import Cut, Division, Rank, scale_range, width

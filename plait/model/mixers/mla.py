@@ -20,11 +20,10 @@ from plait.model.layers.head_gate import HeadGate
 from plait.model.layers.indexer import Indexer
 from plait.model.layers.layers import Batch, Norm, Rope, describe_rope
 from plait.model.layers.temperature import HeadGrowth, Temperature
-from plait.model.mixers.registry import BetweenLinears, mixer
+from plait.model.mixers.registry import BetweenLinears, LinearEnds, mixer
 from plait.ops.activation import gate
 from plait.ops.attention import paged_latent_attention
 from plait.ops.entry import latent_width
-from plait.ops.folded_norm import LinearEnds
 from plait.ops.heads import HeadRows, bind_heads
 from plait.ops.indexer import sparse_latent_attention
 from plait.ops.place import place_latent

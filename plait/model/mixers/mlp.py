@@ -11,10 +11,9 @@ from plait.checkpoint.weights import Weights
 from plait.memory import State
 from plait.model.layers.inner_norm import InnerNorm
 from plait.model.layers.layers import Batch
-from plait.model.mixers.registry import BetweenLinears, mixer
+from plait.model.mixers.registry import BetweenLinears, LinearEnds, mixer
 from plait.ops.activation import activate, xielu
 from plait.ops.altup import activate_largest
-from plait.ops.folded_norm import LinearEnds
 from plait.ops.glu import glu
 from plait.partition import Cut, Division, Rank, join_ranges, sum_of, width
 from plait.spec.model import MlpSpec

@@ -13,9 +13,10 @@ from plait.checkpoint.weights import Weights
 from plait.memory import State
 from plait.model.layers.layers import Batch, Norm
 from plait.model.mixers.mlp import Mlp, divide_mlp
-from plait.model.mixers.registry import mixer
+from plait.model.mixers.registry import LinearEnds, mixer
 from plait.ops.activation import combine, rescale, scale_rows
 from plait.ops.expert_stack import ExpertStack
+from plait.ops.folded_experts import ChosenExperts, ExpertsLast, Routed, RouterFirst
 from plait.ops.linear import Linear
 from plait.ops.moe import StackedExperts, experts, route, split_identities
 from plait.ops.ranks import add_in_tree, sum_ranks
@@ -103,6 +104,27 @@ class Moe:
         read, taken = (norm(x) if norm else x for norm in self._norms)
         return self.choose(self.router(read), x, taken)
 
+    def ends(self) -> LinearEnds:
+        """Router and experts, where both read the same rows and one share gives all of the sum."""
+        s = self.spec
+        is_plain = not (any(self._norms) or s.weigh_input or s.identities or s.latent or s.router_softcap)
+        if not is_plain or len(self.shares) > 1:
+            return LinearEnds(None, "", None)
+        first = RouterFirst(self.router, self.bias, s.top_k, s.router, self.scale)
+        return LinearEnds(first, "", self.shares[0].last)
+
+    def begin(self, x: Tensor) -> Routed:
+        """Where `ends` has a router: its choice."""
+        return Routed(
+            x, *self._route(self.router(x), self.bias, self.spec.top_k, self.spec.router, self.scale)
+        )
+
+    def middle(self, first: Routed, batch: Batch, store: StateStore) -> ChosenExperts:
+        """From the router's choice to what experts are given."""
+        x, shared = first.x, self.shares[0].shared
+        gate = self.shared_gate(x) if self.shared_gate else None
+        return ChosenExperts(*first, shared.forward(x) if shared else None, gate)
+
     def choose(self, logits: Tensor, x: Tensor, taken: Tensor) -> Tensor:
         """The same, of the router's logits and of what experts read."""
         s = self.spec
@@ -151,7 +173,13 @@ class ExpertShare:
         self._activation, self._latent = (s.expert.activation, s.expert.gated), s.latent
         self.shared = Mlp(s.shared, w.scope("shared")) if s.shared else None
         self._is_wide = False
+        self._sizes: dict[str, object] = {}  # that `experts` is bound for
         self._experts, self.up, self.down = self._build_experts(s, w)
+
+    @property
+    def last(self) -> ExpertsLast:
+        """The experts as the end of a mixer that has this share alone."""
+        return ExpertsLast(self._experts, self.up, self.down, self._activation, self._sizes)
 
     def _build_experts(self, s: MoeSpec, w: Weights) -> tuple[Bound, Experts, Experts]:
         """(what is bound for `experts`, up, down): a stack each for a variant that takes these."""
@@ -163,7 +191,8 @@ class ExpertShare:
             *each.list_storages((f"{e}.{name}" for e in numbers for name in names), hidden),
             *each.list_storages((f"{e}.down" for e in numbers), size),
         }
-        fn = w.bind(experts, **sizes, kind=s.expert.activation, activations=w.target.activations)
+        self._sizes = {**sizes, "kind": s.expert.activation, "activations": w.target.activations}
+        fn = w.bind(experts, **self._sizes)
         if not isinstance(fn, StackedExperts):
             parts = [Mlp(s.expert, w.scope(f"experts.{e}"), s.latent) for e in numbers]
             return fn, [part.up for part in parts], [part.down for part in parts]

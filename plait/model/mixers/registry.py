@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -19,7 +19,8 @@ from plait.checkpoint.weights import Weights
 from plait.errors import CannotDivide, UnsupportedModel
 from plait.memory import State, has_slots
 from plait.model.layers.layers import Batch
-from plait.ops.folded_norm import LinearEnds
+from plait.ops.folded_experts import ExpertsLast, RouterFirst
+from plait.ops.linear import Linear
 from plait.partition import Division, Rank
 from plait.spec.model import Mixer, ParallelSpec, Recurrent
 from plait.state.store import StateStore
@@ -34,6 +35,18 @@ class MixerModule(Protocol):
     states: dict[str, State]
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor: ...
+
+
+class LinearEnds(NamedTuple):
+    """The linear layers with which a mixer begins and ends: nothing else reads its input.
+
+    kind: the activation of gate and up that follows the first one at once, or "". A mixture of experts begins
+    with its router and ends with its experts. None: it begins or ends otherwise.
+    """
+
+    first: Linear | RouterFirst | None
+    kind: str
+    last: Linear | ExpertsLast | None
 
 
 class BetweenLinears:
@@ -54,12 +67,12 @@ class BetweenLinears:
     def begin(self, x: Tensor) -> Tensor:
         """x: [T, hidden] -> what the first linear layer gives; x itself where there is none."""
         first = self.ends().first
-        return x if first is None else first(x)
+        return first(x) if isinstance(first, Linear) else x
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden] -> [T, hidden]."""
         h, last = self.middle(self.begin(x), batch, store), self.ends().last
-        return h if last is None else last(h)
+        return last(h) if isinstance(last, Linear) else h
 
 
 M = TypeVar("M", bound=MixerModule)

@@ -12,9 +12,8 @@ from plait.memory import SlotState, State
 from plait.model.layers.kept_state import float_state_dtype
 from plait.model.layers.layers import Batch
 from plait.model.mixers.mamba2 import DepthwiseConv
-from plait.model.mixers.registry import BetweenLinears, mixer
+from plait.model.mixers.registry import BetweenLinears, LinearEnds, mixer
 from plait.ops.activation import activate, multiply
-from plait.ops.folded_norm import LinearEnds
 from plait.ops.heads import map_heads
 from plait.ops.rg_lru import rg_lru
 from plait.partition import Cut, Division, Rank, join_ranges, sum_of, width

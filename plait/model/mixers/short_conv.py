@@ -10,9 +10,8 @@ from plait.checkpoint.weights import Weights
 from plait.memory import SlotState, State
 from plait.model.layers.layers import Batch
 from plait.model.mixers.mamba2 import DepthwiseConv, stack_ranges
-from plait.model.mixers.registry import BetweenLinears, mixer
+from plait.model.mixers.registry import BetweenLinears, LinearEnds, mixer
 from plait.ops.activation import multiply
-from plait.ops.folded_norm import LinearEnds
 from plait.partition import Cut, Division, Rank, join_ranges, sum_of, width
 from plait.spec.recurrent import ShortConvSpec
 from plait.state.store import StateStore

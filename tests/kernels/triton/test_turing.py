@@ -24,7 +24,7 @@ from tools.compile_kernels import load_forms
 ROOT = Path(__file__).resolve().parents[3]
 UNITS = ("HMMA", "HGMMA")
 MULTIPLY = {
-    "linear", "add_linear", "norm_linear", "norm_glu", "map_heads", "experts",
+    "linear", "add_linear", "norm_linear", "norm_glu", "map_heads", "experts", "add_experts",
     "paged_attention", "paged_latent_attention", "relative_attention",
     "choose_entries", "entry_attention", "front_attention", "choose_keys", "sparse_latent_attention",
     "choose_blocks", "block_sparse_attention", "choose_entry_blocks", "choose_among_blocks",

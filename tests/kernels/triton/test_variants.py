@@ -25,7 +25,7 @@ list_mixers()
 FEW = 2  # cases of an op that are no slow ones, one in a sample: the interpreter takes a second for each
 # Ops of which the second case takes up to ten. Tests of their own have other sizes.
 ONE = {
-    *("experts", "raw_mamba3_scan", "mamba3_scan", "mamba2_scan", "mamba2_scan_from_dt"),
+    *("experts", "add_experts", "raw_mamba3_scan", "mamba3_scan", "mamba2_scan", "mamba2_scan_from_dt"),
     *("mamba1_scan", "gated_mamba1_scan", "gated_delta_scan", "delta_scan_from_gates"),
     *("choose_entries", "entry_attention", "front_attention", "choose_entry_blocks", "choose_among_blocks"),
 }

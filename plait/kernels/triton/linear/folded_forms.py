@@ -22,6 +22,7 @@ from plait.kernels.triton.linear.plane_forms import (
     WIDE_LOADS,
     scale_types,
 )
+from plait.ops.folded_experts import OWN_GROUP
 from plait.ops.folded_norm import GROUP
 
 FULL = ("Q4_K", "Q4_0")  # layouts that are compiled with every flag of both ends
@@ -36,17 +37,19 @@ class _End:
     act: str = ""
     is_scaled: bool = False
     has_bias: bool = False
+    is_behind_experts: bool = False
 
     @property
     def words(self) -> str:
         what = ["behind a norm" if self.begins else "in front of a norm"]
+        what += ["behind experts"] if self.is_behind_experts else []
         what += [self.act] if self.act else []
         what += ["scaled"] if self.is_scaled else []
         return ", ".join([*what, "bias"] if self.has_bias else what)
 
     @property
     def constants(self) -> dict[str, object]:
-        sums = SHAPE[1] // GROUP if self.begins else 1
+        sums = SHAPE[1] // (OWN_GROUP if self.is_behind_experts else GROUP) if self.begins else 1
         return {"BEGINS": self.begins, "SUMS": sums, "SCALED": self.is_scaled, "BIAS": self.has_bias}
 
     def types(self, pointers: Mapping[str, str]) -> dict[str, str]:
@@ -59,6 +62,7 @@ ENDS = (
     *(_End(False, "", is_scaled, bias) for is_scaled in (False, True) for bias in (False, True)),
 )  # fmt: skip
 USUAL = (_End(True), _End(False))
+BEHIND = _End(True, is_behind_experts=True)  # sums of fewer numbers, of which there are more
 
 
 def forms() -> Iterator[KernelForm]:
@@ -68,9 +72,12 @@ def forms() -> Iterator[KernelForm]:
             yield _planes_form(name, end, 8)
         for end in USUAL:
             yield _planes_form(name, end, 16)
-    for end in ENDS:
+        if name in FULL:
+            yield _planes_form(name, BEHIND, 8)
+            yield _planes_form(name, BEHIND, 16)
+    for end in (*ENDS, BEHIND):
         yield _dense_form(end, 8, torch.bfloat16)
-    for end in USUAL:
+    for end in (BEHIND, *USUAL):
         yield _dense_form(end, 16, torch.bfloat16)
         yield _dense_form(end, 8, torch.float32)
 

@@ -18,8 +18,9 @@ from torch import Tensor
 from plait.kernels.triton.forms import KernelForm
 from plait.kernels.triton.moe import experts, grouped_experts, plane_experts
 from plait.kernels.triton.moe.expert_planes import is_planes, multiply_stack
-from plait.kernels.triton.moe.experts import MOST_SLOTS, SumStart, expert_up, up_tile
-from plait.kernels.triton.moe.grouped_experts import add_rows, launch_groups, sort_by_expert, tile_rows
+from plait.kernels.triton.moe.experts import MOST_SLOTS, expert_up, up_tile
+from plait.kernels.triton.moe.grouped_experts import launch_groups, sort_by_expert, sum_rows, tile_rows
+from plait.kernels.triton.moe.sums import SumEnds
 from plait.kernels.triton.pointwise.pointwise import activate_rows
 from plait.ops.expert_stack import ExpertStack
 from plait.ops.launch import launch
@@ -35,15 +36,14 @@ def run_changed(
     up: ExpertStack,
     down: ExpertStack,
     activation: tuple[str, bool],
-    start: SumStart,
+    ends: SumEnds,
     rows: int | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """`experts` in a step with adapters of experts. rows: see `multiply_chosen`; out: see `add_rows`."""
+) -> None:
+    """`experts` in a step with adapters of experts. rows: see `multiply_chosen`."""
     kind, gated = activation
     numbers = multiply_changed(x, up, index, index.shape[1], rows, torch.float32)
     h = activate_rows(numbers, kind, gated, x.dtype)
-    return add_rows(multiply_changed(h, down, index, 1, rows), weight, index, start, out)
+    sum_rows(multiply_changed(h, down, index, 1, rows), weight, index, ends)
 
 
 def multiply_changed(

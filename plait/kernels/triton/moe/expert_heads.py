@@ -14,10 +14,11 @@ from torch import Tensor
 
 from plait.kernels.triton.forms import KernelForm, split_options, with_float16, with_float32
 from plait.kernels.triton.moe.chosen import multiply_changed
-from plait.kernels.triton.moe.experts import TYPES, WIDE, SumStart, expert_up, up_tile
-from plait.kernels.triton.moe.grouped_experts import add_rows
+from plait.kernels.triton.moe.experts import TYPES, WIDE, expert_up, up_tile
+from plait.kernels.triton.moe.grouped_experts import sum_rows
 from plait.kernels.triton.moe.moe import pack, why_not
 from plait.kernels.triton.moe.one_form import ROWS
+from plait.kernels.triton.moe.sums import SumEnds
 from plait.ops.expert_heads import StackedHeads, collect_heads, map_choices, spread_heads
 from plait.ops.expert_stack import ExpertStack
 from plait.ops.registry import OpFacts
@@ -40,7 +41,9 @@ def collect(
     heads = x.unflatten(1, (groups, -1)).transpose(1, 2).reshape(index.numel(), -1)  # [T * k, groups * d]
     weight, index = weight.contiguous(), index.contiguous()
     made = multiply_changed(heads, stack, index, 1, rows)
-    return add_rows(made, weight, index, SumStart(None, None))
+    ends = SumEnds(made.new_empty(len(index), made.shape[1]))
+    sum_rows(made, weight, index, ends)
+    return ends.out
 
 
 def map_chosen(x: Tensor, index: Tensor, stack: ExpertStack, groups: int, rows: int | None = None) -> Tensor:

@@ -1,6 +1,6 @@
 """Experts in planes: which kernel multiplies the pairs of a token and an expert, and the order of launches.
 
-    slots     product (up), product (down), add_experts
+    slots     product (up), product (down), sum_experts
     groups    sort_pairs, and the same
 
 With x in bfloat16 or float16 a product is that of `plane_experts`, codes by matrix units; in float32 that of
@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from plait.kernels.triton.linear.float32_planes import is_float32
-from plait.kernels.triton.moe.experts import MOST_SLOTS, SumStart
+from plait.kernels.triton.moe.experts import MOST_SLOTS
 from plait.kernels.triton.moe.float32_experts import multiply_pairs_in_float32
-from plait.kernels.triton.moe.grouped_experts import add_rows, sort_by_expert
+from plait.kernels.triton.moe.grouped_experts import sort_by_expert, sum_rows
 from plait.kernels.triton.moe.plane_experts import list_fields, multiply_codes, order_rows
+from plait.kernels.triton.moe.sums import SumEnds
 from plait.kernels.triton.pointwise.pointwise import activate_rows
 from plait.ops.expert_stack import ExpertStack
 from plait.quant.planes import Planes
@@ -35,22 +36,21 @@ def by_planes(
     up: ExpertStack,
     down: ExpertStack,
     activation: tuple[str, bool],
-    start: SumStart,
+    ends: SumEnds,
     *,
     each: int | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
+) -> None:
     """`experts`, with the weights of both products in planes.
 
     each: pairs of an expert, for which the tile of a step by groups is chosen (`pair_tile`); None: as the
-    number of pairs is good for, by slots or by groups. out: as `add_rows` has it.
+    number of pairs is good for, by slots or by groups.
     """
     (pairs, k), is_few = (index.numel(), index.shape[1]), each is None and index.numel() <= MOST_SLOTS
     where = None if is_few else sort_by_expert(index, up.count)
     each = 0 if is_few else pairs // up.count if each is None else each
     h = multiply_stack(x, up, index, where, k, activation, each)
     y = multiply_stack(h, down, index, where, 1, ("", False), each)
-    return add_rows(y, weight, index, start, out)
+    sum_rows(y, weight, index, ends)
 
 
 def multiply_stack(

@@ -18,7 +18,6 @@ more, `grouped_experts` multiplies tiles of rows, which adds in another order.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import triton
 import triton.language as tl
@@ -26,7 +25,8 @@ from torch import Tensor
 
 from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import KernelForm, split_options, widen, with_float16, with_float32
-from plait.kernels.triton.maths import apply_activation, apply_gated, sigmoid
+from plait.kernels.triton.maths import apply_activation, apply_gated
+from plait.kernels.triton.moe.sums import END_TYPES, SumEnds, end_constants, load_start, write_sum
 from plait.ops.activation import PAIRS
 from plait.ops.launch import launch
 
@@ -95,19 +95,6 @@ def pick_expert(order, i, KP: tl.constexpr):
 
 
 @triton.jit
-def load_start(
-    shared, gate, token, cols, ok, shared_row, SHARED: tl.constexpr, CLOSED: tl.constexpr, BN: tl.constexpr
-):  # fmt: skip
-    """What a token's sum starts from, [BN] float32: shared [T, hidden], times sigmoid(gate [T]) if CLOSED."""
-    total = tl.zeros([BN], tl.float32)
-    if SHARED:
-        total += tl.load(shared + token * shared_row + cols, mask=ok, other=0.0).to(tl.float32)
-        if CLOSED:
-            total *= sigmoid(tl.load(gate + token).to(tl.float32))
-    return total
-
-
-@triton.jit
 def pick_experts(order, i, J: tl.constexpr, KP: tl.constexpr):
     """As `pick_expert`, of J experts from the i-th on: [J] each."""
     j = i + tl.arange(0, J)
@@ -117,14 +104,16 @@ def pick_experts(order, i, J: tl.constexpr, KP: tl.constexpr):
 
 @triton.jit
 def expert_down(
-    h, down, bias, weight, index, shared, gate, out, size, hidden, shared_row,
-    K: tl.constexpr, KP: tl.constexpr, SHARED: tl.constexpr, CLOSED: tl.constexpr, BIASED: tl.constexpr,
-    PICKED: tl.constexpr, J: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    h, down, bias, weight, index, shared, gate, out, squares, residual, added, norm,
+    size, hidden, shared_row, scale,
+    K: tl.constexpr, KP: tl.constexpr, SHARED: tl.constexpr, CLOSED: tl.constexpr, ADDS: tl.constexpr,
+    SCALED: tl.constexpr, BIASED: tl.constexpr, PICKED: tl.constexpr, J: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr,
 ):  # fmt: skip
     """h: [T * K, size], down: [experts, hidden, size], weight: [T, K] -> out [T, hidden].
 
-    Grid: (T, hidden / BN). shared, gate: see `load_start`. PICKED: as in `expert_up`. J experts are loaded
-    together: one after the other, their loads would wait for each other.
+    Grid: (T, hidden / BN). shared, gate: see `load_start`; out and the others: `write_sum`. PICKED: as in
+    `expert_up`. J experts are loaded together: one after the other, their loads would wait for each other.
     """
     await_previous()
     token = tl.program_id(0).to(tl.int64)
@@ -151,38 +140,10 @@ def expert_down(
         if BIASED:
             y += tl.load(bias + e[:, None] * hidden + rows[None, :], mask=both, other=0.0).to(tl.float32)
         total += tl.sum(y * tl.load(weight + slot, mask=real, other=0.0)[:, None], 0)
-    tl.store(out + token * hidden + rows, total.to(out.dtype.element_ty), mask=ok)
-
-
-@dataclass(frozen=True, slots=True)
-class SumStart:
-    """What sums of experts start from: the shared expert's output [T, hidden] and its gate [T, 1]."""
-
-    shared: Tensor | None
-    gate: Tensor | None
-
-    @classmethod
-    def of(cls, shared: Tensor | None, gate: Tensor | None) -> SumStart:
-        """As kernels read them: gates next to each other, rows of `shared` anywhere."""
-        if shared is None:
-            return cls(None, None)
-        shared = shared if shared.stride(1) == 1 else shared.contiguous()
-        return cls(shared, None if gate is None else gate.contiguous())
-
-    def rows(self, some: slice) -> SumStart:
-        return SumStart(*(None if t is None else t[some] for t in (self.shared, self.gate)))
-
-    def tensors(self, other: Tensor) -> tuple[Tensor, Tensor]:
-        """(shared, gate) as kernels take them; `other` for what is not there, and not read."""
-        return tuple(other if t is None else t for t in (self.shared, self.gate))  # type: ignore[return-value]
-
-    @property
-    def row(self) -> int:
-        return 0 if self.shared is None else self.shared.stride(0)
-
-    @property
-    def constants(self) -> dict[str, bool]:
-        return {"SHARED": self.shared is not None, "CLOSED": self.gate is not None}
+    write_sum(
+        total, token, rows, ok, tl.program_id(1), out, squares, residual, added, norm, hidden, scale, ADDS,
+        SCALED, BN,
+    )  # fmt: skip
 
 
 def up_tile(n_in: int, has_bias: bool = False) -> dict[str, int]:
@@ -212,10 +173,10 @@ def by_slots(
     up: tuple[Tensor, Tensor | None],
     down: tuple[Tensor, Tensor | None],
     activation: tuple[str, bool],
-    start: SumStart,
+    ends: SumEnds,
     *,
     is_picked: bool = False,
-) -> Tensor:
+) -> None:
     """`experts` over plain weights [experts, out, in] and biases [experts, out], for up and down.
 
     `is_picked`: weights are those of the slots, [T * k, out, in].
@@ -224,7 +185,7 @@ def by_slots(
     kind, gated = activation
     (first, first_bias), (second, second_bias) = up, down
     hidden, size = second.shape[1:]
-    h, out = x.new_empty(tokens * k, size), x.new_empty(tokens, hidden)
+    h = x.new_empty(tokens * k, size)
     tile = up_tile(n_in, first_bias is not None)
     tile["BN"] = widen(tile["BN"], size)
     launch(
@@ -237,10 +198,9 @@ def by_slots(
     launch(
         expert_down, (tokens, triton.cdiv(hidden, tile["BN"])),
         h, second, second if second_bias is None else second_bias, weight, index,
-        *start.tensors(out), out, size, hidden, start.row, K=k, **start.constants,
+        *ends.tensors, size, hidden, ends.row, ends.scale, K=k, **ends.constants,
         BIASED=second_bias is not None, PICKED=is_picked, **tile,
     )  # fmt: skip
-    return out
 
 
 SHAPES = {  # k, hidden, size, kind, gated, biases, shared
@@ -269,6 +229,7 @@ TYPES = {
     "starts": "i32*", "order": "i32*", "n_in": "i32!", "size": "i32!", "hidden": "i32!", "x_row": "i32!",
     "shared_row": "i32!",
 }  # fmt: skip
+SUM_TYPES = TYPES | END_TYPES
 
 
 def list_others() -> Iterator[tuple[str, str, bool]]:
@@ -286,17 +247,17 @@ def forms() -> Iterator[KernelForm]:
     for name, (k, hidden, size, kind, gated, biased, shared) in SHAPES.items():
         both = {"K": k, "BIASED": biased, "PICKED": False}
         up: dict[str, object] = {"KIND": kind, "GATED": gated}
-        down: dict[str, object] = {"SHARED": shared, "CLOSED": name in CLOSED}
-        for kernel, own, tile in (
-            (expert_up, up, up_tile(hidden, biased)),
-            (expert_down, down, down_tile(size, k)),
+        down: dict[str, object] = {**end_constants(SHARED=shared, CLOSED=name in CLOSED)}
+        for kernel, own, tile, types in (
+            (expert_up, up, up_tile(hidden, biased), TYPES),
+            (expert_down, down, down_tile(size, k), SUM_TYPES),
         ):
             constants, fields = split_options({**both, **own, **tile})
             named = f"{kernel.fn.__name__}, {name}"
-            yield KernelForm(named, kernel, TYPES, constants, **fields, demands=WIDE)
+            yield KernelForm(named, kernel, types, constants, **fields, demands=WIDE)
             if name in DECODED:
                 picked = constants | {"PICKED": True}
-                yield KernelForm(f"{named}, picked", kernel, TYPES, picked, **fields, demands=WIDE)
+                yield KernelForm(f"{named}, picked", kernel, types, picked, **fields, demands=WIDE)
     k, hidden, *_ = SHAPES["qwen3 30b-a3b"]
     for what, kind, gated in list_others():
         flags = {"K": k, "BIASED": False, "PICKED": False, "KIND": kind, "GATED": gated}

@@ -5,7 +5,7 @@ A pair is a token and one of its k experts. Four launches, with grids that are b
     sort_pairs      grid (experts,)         pairs by expert, then by token; where each expert's pairs start
     multiply_groups grid (tiles, blocks)    gate, up and activation of a tile of pairs   -> h [pairs, size]
     multiply_groups grid (tiles, blocks)    the second product of a tile of pairs        -> y [pairs, hidden]
-    add_experts     grid (tokens, blocks)   the k rows of a token, weighed and added by the experts' numbers
+    sum_experts     grid (tokens, blocks)   the k rows of a token, weighed and added by the experts' numbers
 
 A tile has BM sorted pairs of one expert. There are at most pairs / BM + experts of them; a program finds its
 expert by adding up the tiles of all experts, and has nothing to do if its tile is not there.
@@ -30,13 +30,13 @@ from plait.kernels.triton.maths import apply_activation, apply_gated
 from plait.kernels.triton.moe.experts import (
     CLOSED,
     SHAPES,
+    SUM_TYPES,
     TYPES,
-    SumStart,
     list_others,
-    load_start,
     order_experts,
     pick_expert,
 )
+from plait.kernels.triton.moe.sums import SumEnds, end_constants, load_start, write_sum
 from plait.kernels.triton.shared_memory import LEAST_SHARED, dense_memory, shared_limit
 from plait.ops.launch import launch
 
@@ -126,11 +126,15 @@ def multiply_groups(
 
 
 @triton.jit
-def add_experts(
-    y, weight, index, shared, gate, out, hidden, shared_row,
-    K: tl.constexpr, KP: tl.constexpr, SHARED: tl.constexpr, CLOSED: tl.constexpr, BN: tl.constexpr,
+def sum_experts(
+    y, weight, index, shared, gate, out, squares, residual, added, norm, hidden, shared_row, scale,
+    K: tl.constexpr, KP: tl.constexpr, SHARED: tl.constexpr, CLOSED: tl.constexpr, ADDS: tl.constexpr,
+    SCALED: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """y: [T * K, hidden], weight: [T, K] -> out [T, hidden], by the experts' numbers. Grid: (T, blocks)."""
+    """y: [T * K, hidden], weight: [T, K] -> out [T, hidden], by the experts' numbers. Grid: (T, blocks).
+
+    shared, gate: see `load_start`; out and the others: `write_sum`.
+    """
     await_previous()
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -142,7 +146,10 @@ def add_experts(
         pair = token * K + which
         row = tl.load(y + pair * hidden + cols, mask=ok, other=0.0).to(tl.float32)
         total += row * tl.load(weight + pair)
-    tl.store(out + token * hidden + cols, total.to(out.dtype.element_ty), mask=ok)
+    write_sum(
+        total, token, cols, ok, tl.program_id(1), out, squares, residual, added, norm, hidden, scale, ADDS,
+        SCALED, BN,
+    )  # fmt: skip
 
 
 def tile_rows(pairs: int, experts: int, dtype: torch.dtype) -> int:
@@ -181,17 +188,15 @@ def by_groups(
     chunks: Iterable[tuple[int, Tensor, Tensor]],
     biases: tuple[Tensor | None, Tensor | None],
     activation: tuple[str, bool],
-    start: SumStart,
+    ends: SumEnds,
     sizes: tuple[int, int, int],
     *,
     rows: int | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
+) -> None:
     """`experts` over plain weights. sizes: (experts, the hidden size of one, outputs).
 
     chunks: (first expert, up [some, n_out, n_in], down [some, hidden, size]) of all experts in order; biases:
     [experts, n_out] and [experts, hidden]. rows: of a tile; None: as many as the number of pairs is good for.
-    out: as `add_rows` has it.
     """
     (tokens, k), (count, size, hidden) = index.shape, sizes
     pairs = tokens * k
@@ -205,7 +210,7 @@ def by_groups(
         where = starts[first:], order, rows, tiles
         launch_groups(x, up, own[0], h, where, k, activation)
         launch_groups(h, down, own[1], y, where, 1, ("", False))
-    return add_rows(y, weight, index, start, out)
+    sum_rows(y, weight, index, ends)
 
 
 def launch_groups(
@@ -229,16 +234,14 @@ def launch_groups(
     )  # fmt: skip
 
 
-def add_rows(y: Tensor, weight: Tensor, index: Tensor, start: SumStart, out: Tensor | None = None) -> Tensor:
-    """y: [T * k, hidden], weight and index: [T, k] -> [T, hidden], like y, or in `out`: maybe in float32."""
+def sum_rows(y: Tensor, weight: Tensor, index: Tensor, ends: SumEnds) -> None:
+    """y: [T * k, hidden], weight and index: [T, k] -> sums of each token, where `ends` has them."""
     (tokens, k), hidden = index.shape, y.shape[1]
-    out = y.new_empty(tokens, hidden) if out is None else out
     launch(
-        add_experts, (tokens, triton.cdiv(hidden, BLOCK)),
-        y, weight, index, *start.tensors(out), out, hidden, start.row,
-        K=k, KP=max(2, triton.next_power_of_2(k)), **start.constants, BN=BLOCK,
+        sum_experts, (tokens, triton.cdiv(hidden, BLOCK)),
+        y, weight, index, *ends.tensors, hidden, ends.row, ends.scale,
+        K=k, KP=max(2, triton.next_power_of_2(k)), **ends.constants, BN=BLOCK,
     )  # fmt: skip
-    return out
 
 
 COUNTS = {
@@ -283,8 +286,8 @@ def forms() -> Iterator[KernelForm]:
                 tile = product_tile(rows, act[1], torch.float32)
                 yield _form(named, own, per_row, act, tile, WIDE_TYPES, demands[1:])
         constants = {"K": k, "KP": max(2, triton.next_power_of_2(k)), "BN": BLOCK}
-        constants |= {"SHARED": shared, "CLOSED": name in CLOSED}
-        both = KernelForm(f"add_experts, {name}", add_experts, TYPES, constants)
+        constants |= end_constants(SHARED=shared, CLOSED=name in CLOSED)
+        both = KernelForm(f"sum_experts, {name}", sum_experts, SUM_TYPES, constants)
         yield from (both, as_float32(both)) if name in ADDED else (both,)
     k, count = SHAPES["qwen3 30b-a3b"][0], COUNTS["qwen3 30b-a3b"]
     own = {"E": count, "EP": triton.next_power_of_2(count), "BIASED": False}

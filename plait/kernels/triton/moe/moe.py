@@ -17,8 +17,9 @@ from torch import Tensor
 
 from plait.kernels.triton.moe.chosen import SCRATCH, find_plain, pick_all, run_changed
 from plait.kernels.triton.moe.expert_planes import by_planes, is_planes
-from plait.kernels.triton.moe.experts import MOST_SLOTS, SumStart, by_slots
+from plait.kernels.triton.moe.experts import MOST_SLOTS, by_slots
 from plait.kernels.triton.moe.grouped_experts import by_groups
+from plait.kernels.triton.moe.sums import SumEnds
 from plait.kernels.triton.pointwise.pointwise import KINDS
 from plait.ops.expert_stack import ExpertStack
 from plait.ops.moe import StackedExperts, experts
@@ -47,27 +48,57 @@ def run_experts(
     gate: Tensor | None = None,
 ) -> Tensor:
     """`experts`, of which `up` and `down` are stacks."""
+    ends = SumEnds.of(torch.empty_like(x), shared, gate)
+    run_between(x, weight, index, up, down, activation, ends)
+    return ends.out
+
+
+def run_between(
+    x: Tensor,
+    weight: Tensor,
+    index: Tensor,
+    up: ExpertStack,
+    down: ExpertStack,
+    activation: tuple[str, bool],
+    ends: SumEnds,
+) -> None:
+    """`experts`, from and to where `ends` has the sums."""
     if not len(x):
-        return torch.empty_like(x)
+        return
     x, weight, index = (t.contiguous() for t in (x, weight, index))
-    start = SumStart.of(shared, gate)
+    how = x, weight, index, up, down, activation, ends
     if up.is_changed or down.is_changed:
-        return run_changed(x, weight, index, up, down, activation, start)
-    if is_planes(up) and is_planes(down):
-        return by_planes(x, weight, index, up, down, activation, start)
+        run_changed(*how)
+    elif is_planes(up) and is_planes(down):
+        by_planes(*how)
+    else:
+        _run_numbers(*how)
+
+
+def _run_numbers(
+    x: Tensor,
+    weight: Tensor,
+    index: Tensor,
+    up: ExpertStack,
+    down: ExpertStack,
+    activation: tuple[str, bool],
+    ends: SumEnds,
+) -> None:
+    """The same over plain numbers, or what is decoded to these."""
     plain = find_plain(up), find_plain(down)
     first, second = plain
     if first is not None and second is not None:
         if index.numel() <= MOST_SLOTS:
-            both = (first, up.bias), (second, down.bias)
-            return by_slots(x, weight, index, *both, activation, start)
+            by_slots(x, weight, index, (first, up.bias), (second, down.bias), activation, ends)
+            return
         chunks: Iterator[tuple[int, Tensor, Tensor]] = iter([(0, first, second)])
     elif index.numel() <= min(MOST_SLOTS, up.count):
-        return _by_picked(x, weight, index, up, down, activation, start)
+        _by_picked(x, weight, index, up, down, activation, ends)
+        return
     else:
         chunks = decode_chunks(up, down)
     sizes = (up.count, down.n_in, down.n_out)
-    return by_groups(x, weight, index, chunks, (up.bias, down.bias), activation, start, sizes)
+    by_groups(x, weight, index, chunks, (up.bias, down.bias), activation, ends, sizes)
 
 
 def _by_picked(
@@ -77,21 +108,18 @@ def _by_picked(
     up: ExpertStack,
     down: ExpertStack,
     activation: tuple[str, bool],
-    start: SumStart,
-) -> Tensor:
+    ends: SumEnds,
+) -> None:
     """By slots, with the weights of each slot decoded into scratch memory."""
-    k, out = index.shape[1], torch.empty_like(x)
+    k = index.shape[1]
     each = x.element_size() * (up.n_in * up.n_out + down.n_in * down.n_out)
     step = max(1, SCRATCH // (k * each))
     for t in range(0, len(x), step):
         some = slice(t, t + step)
         chosen = index[some].reshape(-1)
         first, second = ((pick_all(stack, chosen), stack.bias) for stack in (up, down))
-        own = start.rows(some)
-        out[some] = by_slots(
-            x[some], weight[some], index[some], first, second, activation, own, is_picked=True
-        )
-    return out
+        own = ends.rows(some)
+        by_slots(x[some], weight[some], index[some], first, second, activation, own, is_picked=True)
 
 
 def decode_chunks(up: ExpertStack, down: ExpertStack) -> Iterator[tuple[int, Tensor, Tensor]]:

@@ -22,9 +22,10 @@ from torch import Tensor
 from plait.kernels.triton.forms import KernelForm
 from plait.kernels.triton.moe.chosen import find_plain, run_changed
 from plait.kernels.triton.moe.expert_planes import by_planes, is_planes
-from plait.kernels.triton.moe.experts import TYPES, SumStart
-from plait.kernels.triton.moe.grouped_experts import BLOCK, add_experts, by_groups
+from plait.kernels.triton.moe.experts import SUM_TYPES
+from plait.kernels.triton.moe.grouped_experts import BLOCK, by_groups, sum_experts
 from plait.kernels.triton.moe.moe import decode_chunks, pack, why_not
+from plait.kernels.triton.moe.sums import SumEnds, end_constants
 from plait.ops.expert_stack import ExpertStack
 from plait.ops.moe import StackedExperts, experts
 from plait.ops.registry import OpFacts
@@ -45,21 +46,25 @@ def run_in_one_form(
     out: Tensor | None = None,
 ) -> Tensor:
     """`experts`, of which `up` and `down` are stacks. out: [T, hidden], like x or float32."""
+    out = torch.empty_like(x) if out is None else out
     if not len(x):
-        return torch.empty_like(x) if out is None else out
+        return out
     x, weight, index = (t.contiguous() for t in (x, weight, index))
-    start = SumStart.of(shared, gate)
+    ends = SumEnds.of(out, shared, gate)
     if up.is_changed or down.is_changed:
-        return run_changed(x, weight, index, up, down, activation, start, ROWS, out)
+        run_changed(x, weight, index, up, down, activation, ends, ROWS)
+        return out
     if is_planes(up) and is_planes(down):
-        return by_planes(x, weight, index, up, down, activation, start, each=ROWS, out=out)
+        by_planes(x, weight, index, up, down, activation, ends, each=ROWS)
+        return out
     first, second = find_plain(up), find_plain(down)
     chunks = decode_chunks(up, down)
     if first is not None and second is not None:
         chunks = iter([(0, first, second)])
     sizes = (up.count, down.n_in, down.n_out)
     biases = (up.bias, down.bias)
-    return by_groups(x, weight, index, chunks, biases, activation, start, sizes, rows=ROWS, out=out)
+    by_groups(x, weight, index, chunks, biases, activation, ends, sizes, rows=ROWS)
+    return out
 
 
 def _why_not(facts: OpFacts) -> str | None:
@@ -71,5 +76,5 @@ experts.variant(NAME, on="cuda", when=_why_not)(StackedExperts(pack, run_in_one_
 
 def forms() -> Iterator[KernelForm]:
     """A sum in float32. The products are forms of `grouped_experts` and `plane_experts`."""
-    constants = {"K": 8, "KP": 8, "SHARED": True, "CLOSED": False, "BN": BLOCK}
-    yield KernelForm("add_experts, one form", add_experts, TYPES | {"out": "fp32*"}, constants)
+    constants = {"K": 8, "KP": 8, "BN": BLOCK, **end_constants(SHARED=True)}
+    yield KernelForm("sum_experts, one form", sum_experts, SUM_TYPES | {"out": "fp32*"}, constants)

@@ -65,20 +65,14 @@ def _score_alone(logit, SCORE: tl.constexpr):
 
 
 @triton.jit
-def choose_experts(
-    logits, bias, factors, weight, index, logits_row, size, groups, eps, scale, margin,
+def choose_for_token(
+    token, logits, bias, factors, weight, index, logits_row, size, groups, eps, scale, margin,
     K: tl.constexpr, KP: tl.constexpr, GP: tl.constexpr, SP: tl.constexpr, SCORE: tl.constexpr,
     BIASED: tl.constexpr, GROUPED: tl.constexpr, TOP: tl.constexpr, BY_TOP2: tl.constexpr,
     RENORMALIZE: tl.constexpr, FACTORED: tl.constexpr, BY_LOGITS: tl.constexpr, WITHIN: tl.constexpr,
 ):  # fmt: skip
-    """logits: [T, groups * size] -> weight [T, K] float32, index [T, K] int64, the best first. Grid: (T,).
-
-    size: experts of a group. `eps` is added to the sum of weights; `scale` multiplies them. BY_LOGITS: the
-    choice is by these. WITHIN: weights are softmaxes over what is left within `margin` (`RouterSpec`).
-    """
-    await_previous()
+    """What `choose_experts` does for one token."""
     low: tl.constexpr = -1.0e38  # below every score; what is taken or is not there is below it
-    token = tl.program_id(0).to(tl.int64)
     g, j = tl.arange(0, GP)[:, None], tl.arange(0, SP)[None, :]
     e = g * size + j
     real = (g < groups) & (j < size)
@@ -127,6 +121,26 @@ def choose_experts(
 
 
 @triton.jit
+def choose_experts(
+    logits, bias, factors, weight, index, logits_row, size, groups, eps, scale, margin,
+    K: tl.constexpr, KP: tl.constexpr, GP: tl.constexpr, SP: tl.constexpr, SCORE: tl.constexpr,
+    BIASED: tl.constexpr, GROUPED: tl.constexpr, TOP: tl.constexpr, BY_TOP2: tl.constexpr,
+    RENORMALIZE: tl.constexpr, FACTORED: tl.constexpr, BY_LOGITS: tl.constexpr, WITHIN: tl.constexpr,
+):  # fmt: skip
+    """logits: [T, groups * size] -> weight [T, K] float32, index [T, K] int64, the best first. Grid: (T,).
+
+    size: experts of a group. `eps` is added to the sum of weights; `scale` multiplies them. BY_LOGITS: the
+    choice is by these. WITHIN: weights are softmaxes over what is left within `margin` (`RouterSpec`).
+    """
+    await_previous()
+    choose_for_token(
+        tl.program_id(0).to(tl.int64), logits, bias, factors, weight, index, logits_row, size, groups, eps,
+        scale, margin, K, KP, GP, SP, SCORE, BIASED, GROUPED, TOP, BY_TOP2, RENORMALIZE, FACTORED, BY_LOGITS,
+        WITHIN,
+    )  # fmt: skip
+
+
+@triton.jit
 def look_up_choice(
     logits, table, token_ids, weight, index, logits_row, table_row, eps, scale,
     K: tl.constexpr, KP: tl.constexpr, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr,
@@ -165,7 +179,10 @@ def group_numbers(weight, index, own_weight, own_index, size, scale, numbers, BL
     tl.store(own_index + at, tl.load(index + at, mask=there, other=0) // size, mask=there)
 
 
-def _constants(count: int, top_k: int, router: RouterSpec, biased: bool, factored: bool) -> dict[str, object]:
+def choice_constants(
+    count: int, top_k: int, router: RouterSpec, biased: bool, factored: bool
+) -> dict[str, object]:
+    """Of `choose_for_token`, over `count` experts."""
     grouped = router.groups > 1
     size = count // router.groups
     return {
@@ -200,19 +217,26 @@ def route_in_one_launch(
     logits: Tensor, bias: Tensor | None, top_k: int, router: RouterSpec, factors: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """`route`: the same arguments and results; of equal scores the expert with the lower number."""
+    tokens = len(logits)
+    arguments, constants, found = prepare_choice(logits, bias, top_k, router, factors)
+    if tokens:
+        launch(choose_experts, (tokens,), *arguments, **constants, num_warps=1)
+    return found
+
+
+def prepare_choice(
+    logits: Tensor, bias: Tensor | None, top_k: int, router: RouterSpec, factors: Tensor | None
+) -> tuple[tuple[object, ...], dict[str, object], tuple[Tensor, Tensor]]:
+    """(arguments behind the token, constants, weight and index) of `choose_for_token`."""
     tokens, count = logits.shape
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     weight = logits.new_empty(tokens, top_k, dtype=torch.float32)
     index = logits.new_empty(tokens, top_k, dtype=torch.int64)
-    if tokens:
-        constants = _constants(count, top_k, router, bias is not None, factors is not None)
-        read = [weight if one is None else one for one in (bias, factors)]
-        launch(
-            choose_experts, (tokens,), logits, *read, weight, index, logits.stride(0), count // router.groups,
-            router.groups, router.renorm_eps, router.scale, router.margin or 0.0,
-            **constants, num_warps=1,
-        )  # fmt: skip
-    return weight, index
+    constants = choice_constants(count, top_k, router, bias is not None, factors is not None)
+    read = [weight if one is None else one for one in (bias, factors)]
+    numbers = router.renorm_eps, router.scale, router.margin or 0.0
+    where = logits.stride(0), count // router.groups, router.groups
+    return (logits, *read, weight, index, *where, *numbers), constants, (weight, index)
 
 
 def _why_not_alone(facts: OpFacts) -> str | None:
@@ -307,11 +331,11 @@ def forms() -> Iterator[KernelForm]:
         "logits_row": "i32!", "eps": "fp32", "scale": "fp32", "margin": "fp32",
     }  # fmt: skip
     for name, (count, top_k, router, biased) in ROUTERS.items():
-        constants = _constants(count, top_k, router, biased, name.startswith("gemma"))
+        constants = choice_constants(count, top_k, router, biased, name.startswith("gemma"))
         own = types if count % 16 == 0 else types | {"logits_row": "i32"}
         yield KernelForm(f"choose_experts, {name}", choose_experts, own, constants, num_warps=1)
     for name, (router, biased, factored) in RULES.items():
-        constants = _constants(128, 8, router, biased, factored)
+        constants = choice_constants(128, 8, router, biased, factored)
         yield KernelForm(f"choose_experts, {name}", choose_experts, types, constants, num_warps=1)
     types = types | {"table": "i64*", "token_ids": "i64*"}
     for name, (top_k, router) in LOOKED_UP.items():
