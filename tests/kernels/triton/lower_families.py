@@ -44,6 +44,7 @@ from tests.pretend_gpu import GPU, pretended
 
 BLOCK, LONGEST = 16, 128
 DECODES, PROMPT = 2, 40  # of a prompt as many rows as chunks of scans, and tiles of experts, are made for
+CHOICES = ("choose_experts", "choose_and_divide")
 
 
 def run_steps(name: str, folder: Path, dtype: torch.dtype, **options: Any) -> None:
@@ -85,7 +86,7 @@ def main() -> None:
         except Exception as error:
             text = " ".join(str(error).split())[-300:]
             lowering.faults[f"{family}: {kernel.fn.__name__}: {text}"] += 1
-        if kernel.fn.__name__ == "choose_experts":  # numbers of experts that the host's operators can read
+        if kernel.fn.__name__ in CHOICES:  # numbers of experts that the host's operators can read
             args[kernel.arg_names.index("index")].zero_()
 
     patch.setattr(JITFunction, "run", run)
