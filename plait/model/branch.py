@@ -244,7 +244,7 @@ def _bind_last(last: Linear | ExpertsLast | None, w: Weights) -> Bound | None:
     if isinstance(last, Linear):
         add = _bind_kernel(add_linear, w, layer=last, stored=last.storages, hidden=hidden)
         return add and (lambda h, x, scale, weight: add(h, last, x, scale, weight))
-    if last is None:
+    if not isinstance(last, ExpertsLast):
         return None
     run = _bind_kernel(add_experts, w, **last.sizes, hidden=hidden)
     how = last.up, last.down, last.activation
@@ -254,15 +254,15 @@ def _bind_last(last: Linear | ExpertsLast | None, w: Weights) -> Bound | None:
 def _bind_first(ends: LinearEnds, w: Weights) -> Bound | None:
     """What ends a norm and begins a branch; None where it has no kernel."""
     first, kind = ends.first, ends.kind
-    if first is None:
-        return None
     layer = first.layer if isinstance(first, RouterFirst) else first
+    if not isinstance(layer, Linear):  # nothing, or one that is divided into shares
+        return None
     sizes: dict[str, object] = {"layer": layer, "stored": layer.storages, "hidden": layer.n_in}
     if kind:
         join = _bind_kernel(norm_glu, w, **sizes, kind=kind)
         return join and (lambda rows, squares, eps: join(rows, squares, layer, eps, kind))
     multiply = _bind_kernel(norm_linear, w, **sizes)
-    if multiply is None or isinstance(first, Linear):
+    if multiply is None or not isinstance(first, RouterFirst):
         return multiply and (lambda rows, squares, eps: multiply(rows, squares, layer, eps))
     scored = {"num_experts": layer.n_out, "top_k": first.top_k, "router": first.router}
     choose = _bind_kernel(norm_route, w, **scored)

@@ -67,12 +67,12 @@ class BetweenLinears:
     def begin(self, x: Tensor) -> Tensor:
         """x: [T, hidden] -> what the first linear layer gives; x itself where there is none."""
         first = self.ends().first
-        return first(x) if isinstance(first, Linear) else x
+        return x if first is None or isinstance(first, RouterFirst) else first(x)
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden] -> [T, hidden]."""
         h, last = self.middle(self.begin(x), batch, store), self.ends().last
-        return last(h) if isinstance(last, Linear) else h
+        return h if last is None or isinstance(last, ExpertsLast) else last(h)
 
 
 M = TypeVar("M", bound=MixerModule)
