@@ -8,6 +8,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -133,7 +134,10 @@ def convert_model(order: Order, progress: Progress) -> ConversionResult:
     opened = opened if order.lora is None else merge_adapter(opened, order.lora)
     form = choose_form(order)
     is_directory = form == "safetensors"
-    check_place(order.out, opened.files.weights, force=order.force, is_directory=is_directory)
+    check = partial(
+        check_place, order.out, opened.files.weights, force=order.force, is_directory=is_directory
+    )
+    check()
     if order.vocab is not None and find_vocabulary(opened) is None:
         raise ConfigError(
             f"--vocab {order.vocab}: there is no file of it to come along; name a {', '.join(VOCABULARIES)}, "
@@ -145,7 +149,7 @@ def convert_model(order: Order, progress: Progress) -> ConversionResult:
     nbytes = total_nbytes(plan.stored)
     check_space(order.out, nbytes)
     advance = _report_reading(opened, nbytes, progress)
-    with place_output(order.out, is_directory=is_directory) as path:
+    with place_output(order.out, check, is_directory=is_directory) as path:
         if form == "gguf":
             write_gguf(path, plan.keys, plan.stored, plan.extra, plan.numbers, advance, plan.value_types)
         else:

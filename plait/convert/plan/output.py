@@ -10,7 +10,7 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -61,9 +61,11 @@ def check_space(out: Path, nbytes: int) -> None:
 
 
 @contextmanager
-def place_output(out: Path, *, is_directory: bool) -> Iterator[Path]:
+def place_output(out: Path, check: Callable[[], None], *, is_directory: bool) -> Iterator[Path]:
     """A path to write to, a file or a directory; it becomes `out` if nothing went wrong, else it goes.
 
+    check: raises what `check_place` does. It is called again before `out` is replaced: writing takes minutes,
+    and another process may have put something there meanwhile.
     Raises OutOfMemory when the disk is full, or takes no file of that size.
     """
     beside = out.with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
@@ -72,6 +74,7 @@ def place_output(out: Path, *, is_directory: bool) -> Iterator[Path]:
             beside.mkdir()
         yield beside
         _settle(beside)
+        check()
         _exchange(beside, out)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
