@@ -23,7 +23,7 @@ KERNEL_FILE_LINES, KERNEL_FUNCTION_LINES = 600, 150
 CAPS = {
     ".": 2_280,
     "bench": 4_400,
-    "checkpoint": 6_000,
+    "checkpoint": 6_050,
     "cli": 6_770,
     "cluster": 3_600,
     "convert": 3_700,
@@ -32,7 +32,7 @@ CAPS = {
     "frontend": 1_680,
     "kernels": 36_400,
     "llm": 630,
-    "loading": 7_160,
+    "loading": 7_200,
     "model": 7_950,
     "ops": 8_400,
     "quant": 2_530,
@@ -43,7 +43,7 @@ CAPS = {
     "state": 2_100,
     "text": 10_560,
     "verify": 3_430,
-    "worker": 2_530,
+    "worker": 2_550,
 }
 
 # Lines of plait/ with `Any` (its imports, too) or typing's `cast`. It falls when they go, and is not raised:
