@@ -102,6 +102,24 @@ def list_mapped() -> list[tuple[Path, int, int]]:
     ]
 
 
+def read_stamp(path: Path) -> tuple[int, int]:
+    """What changes when a file is replaced or written to: its size and time. Raises BadFile.
+
+    Not its inode: some network file systems give a file another one from time to time.
+    """
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise BadFile(f"{path}: cannot be opened: {error.strerror}") from error
+    return status.st_size, status.st_mtime_ns
+
+
+def check_stamp(path: Path, stamp: tuple[int, int]) -> None:
+    """Raises BadFile if the file is not the one any more of which that was the stamp."""
+    if read_stamp(path) != stamp:
+        raise BadFile(f"{path}: has been replaced or written to since it was opened; load the model again")
+
+
 def read_start(path: Path, nbytes: int) -> bytes:
     """The first bytes of a regular file, fewer if it is shorter. Raises BadFile."""
     descriptor = _open_regular(path)

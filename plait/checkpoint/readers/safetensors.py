@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from plait.checkpoint.readers.mmap_json import map_file, parse_json
+from plait.checkpoint.readers.mmap_json import check_stamp, map_file, parse_json, read_stamp
 from plait.errors import BadFile, MissingTensor, UnsupportedFormat, clip_text
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -61,6 +61,7 @@ class SafetensorsFiles:
     def __init__(self, *paths: str | Path, index: Mapping[str, str] | None = None) -> None:
         self.paths = tuple(Path(path) for path in paths)
         self._entries: dict[str, _Entry] = {}
+        self._stamps = {path: read_stamp(path) for path in self.paths}  # before headers are read
         for path in self.paths:
             entries = _read_header(path)
             if twice := self._entries.keys() & entries.keys():
@@ -96,7 +97,9 @@ class SafetensorsFiles:
             files = self._files  # `release` may be called by another thread meanwhile
             file = files.get(path)
             if file is None:
-                file = files[path] = safe_open(str(path), framework="pt")
+                file = safe_open(str(path), framework="pt")
+                check_stamp(path, self._stamps[path])  # none would see that a model is of two that fit
+                files[path] = file
             tensor: Tensor = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise BadFile(f"{path}: cannot read tensor {name!r}: {error}") from error

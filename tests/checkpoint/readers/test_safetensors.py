@@ -7,7 +7,7 @@ import json
 import os
 import struct
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -225,3 +225,34 @@ def test_a_file_that_may_not_be_read_is_refused(path: Path) -> None:
     path.chmod(0)
     with as_somebody_else(), pytest.raises(BadFile, match="Permission denied"):
         SafetensorsFiles(path)
+
+
+def replace_file(path: Path) -> None:
+    """As a download or another conversion does: a new file gets the old one's name."""
+    other = path.with_name("other")
+    save_file({name: torch.full((4,), 2.0) for name in "ab"}, other)
+    os.utime(other, ns=(0, 0))  # the system's own times are no finer than some milliseconds
+    other.replace(path)
+
+
+def rewrite_file(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[-4:] = bytes(4)
+    path.write_bytes(raw)
+    os.utime(path, ns=(0, 0))
+
+
+@pytest.mark.parametrize("change", [replace_file, rewrite_file])
+@pytest.mark.parametrize("has_read", [False, True])
+def test_a_model_is_never_read_from_two_files_of_one_name(
+    path: Path, change: Callable[[Path], None], has_read: bool
+) -> None:
+    """Its file is opened again after `release`: a conversion does so every few tensors."""
+    save_file({name: torch.ones(4) for name in "ab"}, path)
+    files = SafetensorsFiles(path)
+    if has_read:
+        assert torch.equal(files.read("a"), torch.ones(4))
+    change(path)
+    files.release()
+    with pytest.raises(BadFile, match="has been replaced or written to"):
+        files.read("b")
