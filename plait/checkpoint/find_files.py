@@ -39,7 +39,14 @@ from plait.checkpoint.hub.client import (
     repo_folder,
 )
 from plait.checkpoint.readers.gguf_parts import part_paths
-from plait.checkpoint.readers.mmap_json import POINTER, read_json, read_start, refuse_pointers
+from plait.checkpoint.readers.mmap_json import (
+    POINTER,
+    check_stamp,
+    read_json,
+    read_stamp,
+    read_start,
+    refuse_pointers,
+)
 from plait.errors import (
     BadFile,
     CheckpointError,
@@ -71,6 +78,7 @@ class ModelFiles(Struct, frozen=True):
     the params.json of Mistral's own; a GGUF file has its config in its metadata. `index`: tensor name -> file
     name, if the shards have an index.
     `side_files`: tokenizer and template files beside the weights, by name. `name`: what to call the model.
+    `stamps`: of `weights`, from before they were opened, see `read_stamp`.
     """
 
     kind: Literal["safetensors", "gguf"]
@@ -80,6 +88,12 @@ class ModelFiles(Struct, frozen=True):
     side_files: Mapping[str, Path]
     name: str
     index: Mapping[str, str] | None = None
+    stamps: tuple[tuple[int, int], ...] = ()
+
+    def check_unchanged(self) -> None:
+        """Raises BadFile if weights were replaced or written to since they were found."""
+        for path, stamp in zip(self.weights, self.stamps, strict=False):
+            check_stamp(path, stamp)
 
 
 class Fetch(Struct, frozen=True):
@@ -332,6 +346,7 @@ def _make_files(
         MappingProxyType(side_files),
         name,
         MappingProxyType(dict(index)) if index is not None else None,
+        tuple(map(read_stamp, weights)),
     )
 
 

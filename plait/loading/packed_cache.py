@@ -59,7 +59,8 @@ def folder_of(config: EngineConfig) -> Path | None:
 def shelf_of(opened: Opened, target: Target, part: str = "") -> Shelf | None:
     """A model's entry of the packed-weight cache; None where nothing is packed or there is no folder.
 
-    part: of a model that is packed apart, as a head for drafts is.
+    part: of a model that is packed apart, as a head for drafts is. Raises BadFile if weights were replaced
+    since they were opened.
     """
     folder = folder_of(opened.config)
     if folder is None or target.executor is None:
@@ -72,6 +73,7 @@ def shelf_of(opened: Opened, target: Target, part: str = "") -> Shelf | None:
             log.warning("--packed-cache: %s is no folder that can be read; weights are packed anew", folder)
         return None
     key = key_of(opened, target, part)
+    opened.files.check_unchanged()  # the key is of the files that have the names now
     name = f"{as_stem(opened.files.name)}-{_digest(json.dumps(key).encode())[:16]}{SUFFIX}"
     return Shelf(folder / name, str(opened.files.weights[0].resolve()), key)
 

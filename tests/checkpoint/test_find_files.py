@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from plait.checkpoint.find_files import ModelFiles, find_model, read_json
+from plait.checkpoint.readers.mmap_json import read_stamp
 from plait.checkpoint.readers.safetensors import SafetensorsFiles
 from plait.errors import BadFile, ConfigError, UnsupportedFormat
 
@@ -145,6 +146,7 @@ def test_what_lies_beside_the_weights_is_found(folder: Path) -> None:
         folder / "config.json",
         {name: folder / name for name in beside},
         "some-model",
+        stamps=(read_stamp(folder / "model.safetensors"),),
     )
     assert find_model(str(folder / "model.safetensors")) == files
 

@@ -96,6 +96,7 @@ def _write(built: Built | Loaded) -> str:
     key = key_of(opened.files, config)
     if not all(is_current(s, source_of(built, packed), packed) for s, packed in list_shelves(target)):
         raise CannotRecord("the model's files changed since it was loaded")
+    opened.files.check_unchanged()  # where no packed weights are kept, nothing has compared them
     path = path_of(opened.files.name, config, key)
     if path is None:
         raise CannotRecord("there is no folder for it")

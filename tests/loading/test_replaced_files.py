@@ -1,0 +1,71 @@
+"""Models with files that are replaced while an engine is made, or while it runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait import LLM
+from plait.convert.convert import Order, convert_model
+from plait.errors import BadFile
+from plait.loading import packed_cache
+
+LIMIT = 1 << 40
+SIZES = {"max_num_batched_tokens": 32, "max_num_seqs": 4, "threads": 1, "device": "cpu"}
+
+
+@pytest.fixture(autouse=True)
+def same_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_cache, "hash_code", lambda parts: "this code")
+
+
+@pytest.fixture
+def model(nano_hybrid: Path, tmp_path: Path) -> Path:
+    """A GGUF file: its tensors are views of one mapping, whatever becomes of its name."""
+    convert_model(Order(str(nano_hybrid), tmp_path / "model.gguf", threads=1), lambda *_: None)
+    return tmp_path / "model.gguf"
+
+
+def replace_model(path: Path) -> None:
+    """Give its name to another file, of the same tensors with other numbers."""
+    raw = bytearray(path.read_bytes())
+    half = len(raw) // 2
+    raw[half:] = bytes(len(raw) - half)
+    other = path.with_name("other")
+    other.write_bytes(raw)
+    os.utime(other, ns=(0, 0))  # the system's own times are no finer than some milliseconds
+    other.replace(path)
+
+
+def before(change: Callable[[], None], function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with a change made before its first call."""
+    changes = [change]
+
+    def call(*given: Any, **named: Any) -> Any:
+        if changes:
+            changes.pop()()
+        return function(*given, **named)
+
+    return call
+
+
+def test_packed_weights_are_not_kept_as_those_of_a_file_that_came_meanwhile(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each later startup would map weights of a file that is not there any more."""
+    folder = tmp_path / "packed"
+    folder.mkdir()
+    options: dict[str, Any] = {**SIZES, "packed_cache": str(folder), "startup_image": "off"}
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            "plait.loading.build.shelf_of", before(lambda: replace_model(model), packed_cache.shelf_of)
+        )
+        with pytest.raises(BadFile, match="has been replaced"), LLM(str(model), **options) as llm:
+            llm.keep_packed(LIMIT)
+    assert not list(folder.iterdir())
+    with LLM(str(model), **options) as llm:
+        assert " written to " in llm.keep_packed(LIMIT)
