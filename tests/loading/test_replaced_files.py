@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from plait import LLM
+from plait.config import EngineConfig
 from plait.convert.convert import Order, convert_model
 from plait.errors import BadFile
 from plait.loading import packed_cache
+from plait.loading.image.start import start_image
 
 LIMIT = 1 << 40
 SIZES = {"max_num_batched_tokens": 32, "max_num_seqs": 4, "threads": 1, "device": "cpu"}
@@ -69,3 +72,21 @@ def test_packed_weights_are_not_kept_as_those_of_a_file_that_came_meanwhile(
     assert not list(folder.iterdir())
     with LLM(str(model), **options) as llm:
         assert " written to " in llm.keep_packed(LIMIT)
+
+
+def test_an_engine_from_an_image_loads_no_file_that_came_since(
+    model: Path, tmp_path: Path, kernel_folder: Path
+) -> None:
+    """It loads the whole model when a request needs that, perhaps after days: over state of the old one."""
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    (cache / "kernels").symlink_to(kernel_folder)
+    options: dict[str, Any] = {**SIZES, "cache_dir": str(cache)}
+    with LLM(str(model), **options) as llm:
+        assert " written to " in llm.keep_image(LIMIT)
+    started = start_image(str(model), EngineConfig(**options))
+    assert started is not None
+    with closing(started):
+        replace_model(model)
+        with pytest.raises(BadFile, match="since this engine was started"):
+            started.runner.logits([1, 2, 3], 32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -147,7 +147,7 @@ def start_image(
         if text.directory is not None and not os.path.isdir(text.directory):
             raise BadFile(f"its texts were in {text.directory}, which is not there any more")
         on_source(text)
-        started = _start(image, config, text, partial(_open_full, model, config))
+        started = _start(image, config, text, partial(_open_full, model, config, key))
     except (BadFile, RuntimeError) as error:
         log.warning("%s: the startup image is not used: %s", path, error)
         return None
@@ -256,9 +256,16 @@ def _make_drafter(restored: RestoredStep, sampler: HostSampler, places: DraftMem
     return MtpDrafter(passes, places, HiddenOnHost(places.num_places, passes.before.shape[1]))
 
 
-def _open_full(model: str, config: EngineConfig, store: HostStore) -> FullRunner:
+def _open_full(model: str, config: EngineConfig, key: Mapping[str, object], store: HostStore) -> FullRunner:
+    """The whole model, over state of the one that the image is of. `key`: of that. Raises BadFile."""
     from plait.loading.image.write import open_full
 
+    now = key_of(find_model(model, offline=config.offline), config)
+    if any(now[part] != key[part] for part in ("weights", "draft")):
+        raise BadFile(
+            f"{model}: its weights were replaced since this engine was started, and a request needs more of "
+            "them than the startup image has; restart the server"
+        )
     log.info("the whole model is loaded: a request needs more than its startup image has")
     return open_full(model, config, store)
 
