@@ -15,7 +15,9 @@ from plait.config import EngineConfig
 from plait.convert.convert import Order, convert_model
 from plait.errors import BadFile
 from plait.loading import packed_cache
+from plait.loading.identity.fingerprint import digest_model
 from plait.loading.image.start import start_image
+from plait.loading.open_model import open_model
 
 LIMIT = 1 << 40
 SIZES = {"max_num_batched_tokens": 32, "max_num_seqs": 4, "threads": 1, "device": "cpu"}
@@ -90,3 +92,12 @@ def test_an_engine_from_an_image_loads_no_file_that_came_since(
         replace_model(model)
         with pytest.raises(BadFile, match="since this engine was started"):
             started.runner.logits([1, 2, 3], 32)
+
+
+def test_no_fingerprint_is_that_of_a_file_that_came_while_the_model_was_loaded(model: Path) -> None:
+    """State on the disk is named by it: an engine of the new file would go on from state of the old one."""
+    opened = open_model(str(model), EngineConfig(device="cpu"))
+    assert digest_model(opened)
+    replace_model(model)
+    with pytest.raises(BadFile, match="has been replaced"):
+        digest_model(opened)

@@ -58,8 +58,12 @@ def fingerprint(opened: OpenedModel, target: Target) -> Fingerprint:
 
 
 def digest_model(opened: OpenedModel) -> str:
-    """A hash of a model's files, and of the options that change text. Raises BadFile."""
-    return _hash(_describe_model(opened))
+    """A hash of a model's files, and of the options that change text. Raises BadFile, also for files that
+    were replaced since they were opened: what is named by the hash would be of other weights.
+    """
+    found = _hash(_describe_model(opened))
+    opened.files.check_unchanged()
+    return found
 
 
 def _describe_model(opened: OpenedModel) -> tuple[object, ...]:
