@@ -7,6 +7,7 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import atexit
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -39,6 +40,7 @@ SUMS = (*COUNTED, "num_preemptions", "num_swaps")
 ASK_AGAIN_S = 0.5  # between two checks whether a caller still waits for a model that is loading
 Report = Callable[[str, int, int], None]
 OnPrefixes = Callable[[PrefixChanges], None]
+log = logging.getLogger("plait.engine")
 T = TypeVar("T")
 
 
@@ -282,6 +284,13 @@ class EngineProcess:
             self._changed.notify_all()
 
     def on_up(self, engine: Spawned, ready: protocol.Ready) -> None:
+        """Take the engine. Raises EngineLost for one with other weights than the one before it had: replies
+        would go on with them, and the front has the tokenizer of the old ones.
+        """
+        if self._ready is not None and self._ready.fingerprint.weights != ready.fingerprint.weights:
+            text = "the engine ended, and the model's weights were replaced since it was loaded"
+            log.critical("%s; no other engine takes its place", text)
+            raise EngineLost(f"{text}; restart the server")
         with self._changed:
             self._engine, self._ready, self._lost = engine, ready, None
             self._changed.notify_all()

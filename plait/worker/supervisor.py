@@ -59,9 +59,9 @@ class Patience(Struct, frozen=True, kw_only=True):
 class Watcher(Protocol):
     """Receives changes of the engine's state; called on the supervisor's thread.
 
-    `on_message`: progress, headers, metrics. `on_up`: requests are accepted. `on_down`: the engine has ended;
-    `on_charged`: with these requests in its last step, or killed from outside (`is_foreign`). `on_lost`: no
-    engine stays up, so requests are rejected until one does. `on_end`: none will be started.
+    `on_message`: progress, headers, metrics. `on_up`: requests are accepted; EngineLost refuses the engine.
+    `on_down`: it has ended; `on_charged`: with these requests in its last step, or killed from outside
+    (`is_foreign`). `on_lost`: no engine stays up, so requests are rejected until one does. `on_end`: over.
     """
 
     def on_message(self, message: protocol.FromChild) -> None: ...
@@ -152,11 +152,10 @@ class Supervisor:
         try:
             while (death := self._live()) is not None:
                 lost = self._after(death)
-                if lost is not None:
+                if lost is not None or self._pause():
                     break
-                self._pause()
-                if self._is_over():
-                    break
+        except EngineLost as error:  # the watcher does not take the engine
+            lost = error
         except BaseException as error:
             log.exception("the supervisor of the engine's process failed")
             lost = EngineLost(f"the supervisor of the engine's process failed: {error}")
@@ -349,8 +348,8 @@ class Supervisor:
         log.error("the engine's process has ended: %s; starting another; open requests: %d", why, num_open)
         return None
 
-    def _pause(self) -> None:
-        """Wait, the longer the more processes ended in a row, and obey commands."""
+    def _pause(self) -> bool:
+        """Wait, the longer the more processes ended in a row, and obey commands. Whether to end meanwhile."""
         self._obey()
         seconds, longest = 0.0, LONGEST_BACKOFF_S if self._num_unexplained < MAX_DEATHS else LOST_BACKOFF_S
         if self._num_in_row > 1:
@@ -360,6 +359,7 @@ class Supervisor:
         while not self._is_over() and (left := until - time.monotonic()) > 0:
             poll.poll(min(left, self._wait_s()) * 1000)
             self._obey()
+        return self._is_over()
 
     def _obey(self) -> None:
         self._turned_s = time.monotonic()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.config import EngineConfig
+from plait.engine.fingerprint import NO_FINGERPRINT, Fingerprint
 from plait.errors import BadFile, ConfigError, DeviceLost
 from plait.loading.text_side import TextSource
 from plait.schedule.plan import Chunk, SamplingBatch, StepPlan, Ticket
@@ -116,4 +117,12 @@ def build(
     lost = Path(config.cache_dir or "") / "lost" if model == "loses its GPU" else None
     made = engine(Mortal(lost), length=CONTEXT, blocks=1000, **limits)
     report("ready", 1, 1)
-    return BuiltEngine(made, ModelSpec("hash", 8, VOCAB, (), NormSpec(), CONTEXT), lambda: None)
+    spec = ModelSpec("hash", 8, VOCAB, (), NormSpec(), CONTEXT)
+    return BuiltEngine(made, spec, lambda: None, _fingerprint(model, config))
+
+
+def _fingerprint(model: str, config: EngineConfig) -> Fingerprint:
+    """None but of a model with a file that stands for its weights."""
+    if model != "may be replaced":
+        return NO_FINGERPRINT
+    return Fingerprint("model", "fp_1", (Path(config.cache_dir or "") / "weights").read_text())

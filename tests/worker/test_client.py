@@ -364,6 +364,27 @@ def test_an_engine_that_cannot_be_started_again_is_given_up(
     assert so_far == oracle([5], len(so_far))
 
 
+def test_no_engine_with_other_weights_goes_on_in_the_place_of_one_that_ended(tmp_path: Path) -> None:
+    """Replies would go on with another model, and the front has the tokenizer and limits of the old one."""
+    (tmp_path / "weights").write_text("of today")
+    reader = Reader()
+    with running("may be replaced", replace(SETTINGS, cache_dir=str(tmp_path))) as process:
+        kill(process)
+        until(lambda: process.healthy)
+        process.submit(request("r", [5], max_tokens=300), reader)
+        until(lambda: len(reader.tokens("r")) > 5)
+        (tmp_path / "weights").write_text("of tomorrow")
+        kill(process)
+        until(done(reader, "r"))
+        error = reader.last("r").error
+        assert isinstance(error, EngineLost)
+        assert "weights were replaced" in str(error)
+        assert not process.healthy
+        assert not process.live
+        with pytest.raises(EngineLost, match="restart the server"):
+            process.submit(request("late", [5]), reader)
+
+
 def test_an_idle_engine_that_keeps_ending_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("plait.worker.supervisor.BACKOFF_S", 0.01)
     monkeypatch.setattr("plait.worker.supervisor.MAX_DEATHS", 3)

@@ -54,7 +54,8 @@ class OpenedModel(AdaptableModel, Protocol):
 def fingerprint(opened: OpenedModel, target: Target) -> Fingerprint:
     """Of a model that is loaded for `target`. Raises BadFile for files that cannot be read any more."""
     model = digest_model(opened)
-    return Fingerprint(model, f"fp_{_hash((model, *_describe_arithmetic(opened, target)))}")
+    weights = _hash([_identify(path) for path in opened.files.weights])
+    return Fingerprint(model, f"fp_{_hash((model, *_describe_arithmetic(opened, target)))}", weights)
 
 
 def digest_model(opened: OpenedModel) -> str:
