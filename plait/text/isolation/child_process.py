@@ -10,10 +10,12 @@ import subprocess
 import sys
 import time
 import weakref
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import cast
 
+GONE_S = 30.0  # for a process that was killed to be gone: a GPU's driver frees its memory first
 _ROOT = Path(__file__).resolve().parents[3]
 # Signals for a whole group (Ctrl-C, a terminal or a service that goes) are the server's to answer. Before all
 # else: imports take a while. The child ends with its standard input. Hashes come from Python's own modules:
@@ -136,7 +138,8 @@ def _name_signal(number: int) -> str:
 
 def _reap(process: subprocess.Popen[bytes]) -> None:
     process.kill()
-    process.wait()
+    with suppress(subprocess.TimeoutExpired):  # a driver that hangs holds it: it is left to the system
+        process.wait(GONE_S)
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
             pipe.close()
