@@ -371,6 +371,8 @@ class ClusterLoop:
             log.error("replica %s serves another model than this gateway, and gets no requests", name)
             self._links.refuse(name, "it serves another model")
             return
+        if name not in self._links.members:  # it left the list while it was being connected
+            self._table.retire(name)
         first = self._card or card
         if first.equality != card.equality:
             text = "replica %s computes with other arithmetic (%s) than %s"

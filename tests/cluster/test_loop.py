@@ -16,13 +16,14 @@ from prometheus_client.exposition import generate_latest
 from plait.cluster import lease_table
 from plait.cluster.connection import ReplicaEnd
 from plait.cluster.lease_table import MAX_LOSSES, LeaseTable
-from plait.cluster.wire import LeaseEvents
+from plait.cluster.loop import ClusterLoop
+from plait.cluster.wire import LeaseEvents, ReplicaCard
 from plait.engine.fingerprint import Fingerprint
 from plait.errors import DeadlineExceeded, EngineError, EngineKilled, EngineLost, InvalidField, QueueFull
 from plait.request import Event
 from plait.worker.protocol import WireMessage
 from tests.cluster.replicas import cluster, expected, make_card, make_request
-from tests.patience import until
+from tests.patience import PATIENCE_S, until
 
 LONG = 150
 
@@ -306,6 +307,29 @@ def test_a_replica_that_is_no_member_finishes_what_it_has_and_gets_nothing_new()
         assert leaving.engine.num_taken == 1
         assert made.loop.counts()[0] == {}
         made.replicas[name] = leaving
+
+
+def test_a_replica_that_is_no_member_any_more_when_its_card_comes_gets_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is connected already, and ends soon: what it got would have to move."""
+    join, has_joined = ClusterLoop._join, threading.Event()
+
+    def join_late(loop: ClusterLoop, name: str, card: ReplicaCard, now: float) -> None:
+        loop._set_members({"r0": made.replicas["r0"].road.address})
+        join(loop, name, card, now)
+        has_joined.set()
+
+    with cluster(1) as made:
+        monkeypatch.setattr(ClusterLoop, "_join", join_late)
+        late = made.add("late")
+        assert has_joined.wait(PATIENCE_S)
+        requests = [make_request(f"q{i}") for i in range(8)]
+        made.submit(*requests)
+        made.check(*requests)
+        assert late.engine.num_taken == 0
+        made.tell()
+        made.wait_ready(2)
 
 
 def test_a_full_replica_refuses_and_the_next_one_takes_it() -> None:
