@@ -247,8 +247,7 @@ def _bind_last(last: Linear | ExpertsLast | None, w: Weights) -> Bound | None:
     if not isinstance(last, ExpertsLast):
         return None
     run = _bind_kernel(add_experts, w, **last.sizes, hidden=hidden)
-    how = last.up, last.down, last.activation
-    return run and (lambda chosen, x, scale, weight: run(chosen, *how, x, scale, weight))
+    return run and (lambda chosen, x, scale, weight: run(*last.join(chosen), x, scale, weight))
 
 
 def _bind_first(ends: LinearEnds, w: Weights) -> Bound | None:

@@ -84,9 +84,12 @@ class ExpertsLast:
     activation: tuple[str, bool]
     sizes: dict[str, object]
 
+    def join(self, chosen: ChosenExperts) -> tuple[object, ...]:
+        """The arguments of `experts`."""
+        return *chosen[:3], self.up, self.down, self.activation, *chosen[3:]
+
     def __call__(self, chosen: ChosenExperts) -> Tensor:
-        x, weight, index, *start = chosen
-        y: Tensor = self.run(x, weight, index, self.up, self.down, self.activation, *start)
+        y: Tensor = self.run(*self.join(chosen))
         return y
 
 
@@ -124,45 +127,52 @@ def _route_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
 
 @op(cases=ADD_CASES, tolerance=TOLERANCE, is_product=True)
 def add_experts(
-    chosen: ChosenExperts,
+    x: Tensor,
+    weight: Tensor,
+    index: Tensor,
     up: Experts,
     down: Experts,
     activation: tuple[str, bool],
-    x: Tensor,
+    shared: Tensor | None,
+    gate: Tensor | None,
+    residual: Tensor,
     scale: float,
-    weight: Tensor,
+    norm: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The end of a residual branch of experts and the first half of the norm behind it.
 
-    x' = x + scale · experts(chosen); rows = x' · weight; squares = sums of x'², of 4 numbers each.
-    chosen, up, down, activation: as of `experts`; x: [T, n], weight: [n] float32
-    -> x' and rows [T, n] in x's dtype, squares [T, n / 4] float32.
+    x' = residual + scale · experts(x, …); rows = x' · norm; squares = sums of x'², of 4 numbers each.
+    The first eight arguments are those of `experts`; residual: [T, n], norm: [n] float32
+    -> x' and rows [T, n] in the residual's dtype, squares [T, n / 4] float32.
     """
-    delta = experts.reference(chosen.x, chosen.weight, chosen.number, up, down, activation, *chosen[3:])
-    x = x + (delta if scale == 1.0 else delta * scale)
-    return x, *halve_norm(x, weight, OWN_GROUP)
+    delta = experts.reference(x, weight, index, up, down, activation, shared, gate)
+    added = residual + (delta if scale == 1.0 else delta * scale)
+    return added, *halve_norm(added, norm, OWN_GROUP)
 
 
 @add_experts.replaces(combine, experts)
 def _experts_then_combine(
     combine: TensorFn,
     experts: TensorFn,
-    chosen: ChosenExperts,
+    x: Tensor,
+    weight: Tensor,
+    index: Tensor,
     up: Experts,
     down: Experts,
     activation: tuple[str, bool],
-    x: Tensor,
+    shared: Tensor | None,
+    gate: Tensor | None,
+    residual: Tensor,
     scale: float,
-    weight: Tensor,
+    norm: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    y = experts(chosen.x, chosen.weight, chosen.number, up, down, activation, *chosen[3:])
-    x = combine(x, y, scale)
-    return x, *halve_norm(x, weight, OWN_GROUP)
+    y = experts(x, weight, index, up, down, activation, shared, gate)
+    added = combine(residual, y, scale)
+    return added, *halve_norm(added, norm, OWN_GROUP)
 
 
 @add_experts.inputs
 def _add_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
-    (x, weight, index, up, down, activation, *start), _ = make_expert_inputs(case, dtype, device)
+    (x, *rest), _ = make_expert_inputs(case, dtype, device)
     norm = torch.rand(case["hidden"], device=device) + 0.5
-    chosen = ChosenExperts(x, weight, index, *start)
-    return (chosen, up, down, activation, torch.randn_like(x), case["scale"], norm), {}
+    return (x, *rest, torch.randn_like(x), case["scale"], norm), {}

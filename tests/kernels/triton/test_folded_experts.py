@@ -60,7 +60,7 @@ def test_a_sum_that_begins_a_norm_has_the_bits_of_the_sum_and_the_addition(
 ) -> None:
     monkeypatch.setattr(moe, "SCRATCH", 1)  # decoded experts: one token at a time
     (up, down), (chosen, x), weight = make_stacks(kind), make_rows(5), torch.rand(HIDDEN) + 0.5
-    found = OURS.run_and_add(chosen, up, down, SILU, x, scale, weight)
+    found = OURS.run_and_add(*chosen[:3], up, down, SILU, *chosen[3:], x, scale, weight)
     y = moe.run_experts(*chosen[:3], up, down, SILU, *chosen[3:])
     added = combine(x, y, scale)
     rows, squares = halve_norm(added, weight, OWN_GROUP)
@@ -72,17 +72,18 @@ def test_a_sum_that_begins_a_norm_has_the_bits_of_the_sum_and_the_addition(
 @pytest.mark.parametrize("kind", KINDS[:2])
 def test_a_row_alone_has_the_bits_of_the_row_in_a_batch(kind: str) -> None:
     (up, down), (chosen, x), weight = make_stacks(kind), make_rows(7), torch.rand(HIDDEN) + 0.5
-    whole = OURS.run_and_add(chosen, up, down, SILU, x, 1.0, weight)
+    whole = OURS.run_and_add(*chosen[:3], up, down, SILU, *chosen[3:], x, 1.0, weight)
     for some in (slice(4, 5), slice(1, 6)):
-        found = OURS.run_and_add(take_rows(chosen, some), up, down, SILU, x[some], 1.0, weight)
+        part = take_rows(chosen, some)
+        found = OURS.run_and_add(*part[:3], up, down, SILU, *part[3:], x[some], 1.0, weight)
         assert all(torch.equal(a, b[some]) for a, b in zip(found, whole, strict=True))
 
 
 def test_more_pairs_than_slots_are_added_by_groups(monkeypatch: Any) -> None:
     (up, down), (chosen, x), weight = make_stacks("plain"), make_rows(3), torch.rand(HIDDEN) + 0.5
-    near = OURS.run_and_add(chosen, up, down, SILU, x, 1.0, weight)
+    near = OURS.run_and_add(*chosen[:3], up, down, SILU, *chosen[3:], x, 1.0, weight)
     monkeypatch.setattr(moe, "MOST_SLOTS", 0)
-    found = OURS.run_and_add(chosen, up, down, SILU, x, 1.0, weight)
+    found = OURS.run_and_add(*chosen[:3], up, down, SILU, *chosen[3:], x, 1.0, weight)
     for a, b in zip(found, near, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
@@ -107,7 +108,7 @@ def test_launches_of_router_and_experts() -> None:
     given = [t for t in (*chosen, x, weight, squares, logits) if t is not None]
     with StepCapture([*given, *held], is_dry=True) as capture:
         OURS.route_normed(x, squares, 1e-5, logits, None, K, RouterSpec(), None)
-        OURS.run_and_add(chosen, up, down, SILU, x, 1.0, weight)
+        OURS.run_and_add(*chosen[:3], up, down, SILU, *chosen[3:], x, 1.0, weight)
     wanted = ["choose_and_divide", "expert_up", "expert_down"]
     assert [name for name in capture.launches if name != "fill_"] == wanted
 
@@ -115,7 +116,9 @@ def test_launches_of_router_and_experts() -> None:
 def test_no_tokens_are_no_launch() -> None:
     (up, down), (chosen, x) = make_stacks("plain"), make_rows(1)
     none = take_rows(chosen, slice(0))
-    added, rows, squares = OURS.run_and_add(none, up, down, SILU, x[:0], 1.0, torch.rand(HIDDEN))
+    added, rows, squares = OURS.run_and_add(
+        *none[:3], up, down, SILU, *none[3:], x[:0], 1.0, torch.rand(HIDDEN)
+    )
     assert added.shape == rows.shape == (0, HIDDEN)
     assert squares.shape == (0, HIDDEN // OWN_GROUP)
     made = OURS.route_normed(rows, squares, 1e-5, torch.empty(0, EXPERTS), None, K, RouterSpec(), None)

@@ -25,7 +25,7 @@ from plait.kernels.triton.moe.moe import NAME, pack, run_between, why_not
 from plait.kernels.triton.moe.router import choose_for_token, prepare_choice
 from plait.kernels.triton.moe.sums import SumEnds
 from plait.ops.expert_stack import ExpertStack
-from plait.ops.folded_experts import MOST_SUMS, OWN_GROUP, ChosenExperts, Experts, add_experts, norm_route
+from plait.ops.folded_experts import MOST_SUMS, OWN_GROUP, Experts, add_experts, norm_route
 from plait.ops.folded_norm import GROUP
 from plait.ops.launch import launch
 from plait.ops.registry import OpFacts
@@ -96,22 +96,25 @@ def _why_not_added(facts: OpFacts) -> str | None:
 
 @add_experts.variant(NAME, on="cuda", when=_why_not_added)
 def run_and_add(
-    chosen: ChosenExperts,
+    x: Tensor,
+    weight: Tensor,
+    index: Tensor,
     up: Experts,
     down: Experts,
     activation: tuple[str, bool],
-    x: Tensor,
+    shared: Tensor | None,
+    gate: Tensor | None,
+    residual: Tensor,
     scale: float,
-    weight: Tensor,
+    norm: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`add_experts`; of linear layers, as the op has them, it makes stacks first."""
-    given = chosen.x
     first, second = (
-        some if isinstance(some, ExpertStack) else ExpertStack.from_linears(some, given.dtype, pack)
+        some if isinstance(some, ExpertStack) else ExpertStack.from_linears(some, x.dtype, pack)
         for some in (up, down)
     )
-    ends = SumEnds.of(torch.empty_like(given), chosen.shared, chosen.gate).before_norm(x, scale, weight)
-    run_between(given, chosen.weight, chosen.number, first, second, activation, ends)
+    ends = SumEnds.of(torch.empty_like(x), shared, gate).before_norm(residual, scale, norm)
+    run_between(x, weight, index, first, second, activation, ends)
     return ends.results
 
 
