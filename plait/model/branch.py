@@ -19,6 +19,7 @@ from plait.model.layers.layers import Batch, CanvasRows, Norm
 from plait.model.mixers.registry import LinearEnds, build
 from plait.model.shared_block import SharedBlockUse
 from plait.ops.activation import combine, rescale, scale_rows
+from plait.ops.expert_stack import ExpertStack
 from plait.ops.folded_experts import ExpertsLast, Routed, RouterFirst, add_experts, norm_route
 from plait.ops.folded_norm import MOST_ROWS, HalfNorm, add_linear, norm_glu, norm_linear
 from plait.ops.linear import Linear
@@ -244,8 +245,8 @@ def _bind_last(last: Linear | ExpertsLast | None, w: Weights) -> Bound | None:
     if isinstance(last, Linear):
         add = _bind_kernel(add_linear, w, layer=last, stored=last.storages, hidden=hidden)
         return add and (lambda h, x, scale, weight: add(h, last, x, scale, weight))
-    if not isinstance(last, ExpertsLast):
-        return None
+    if not isinstance(last, ExpertsLast) or not isinstance(last.up, ExpertStack):
+        return None  # experts are no stacks where a trial found their own kernel wrong
     run = _bind_kernel(add_experts, w, **last.sizes, hidden=hidden)
     return run and (lambda chosen, x, scale, weight: run(*last.join(chosen), x, scale, weight))
 

@@ -16,6 +16,7 @@ from plait.kernels.load import load_for_gpu
 from plait.model.decoder import Decoder
 from plait.ops.chip import EXAMPLES
 from plait.ops.folded_norm import MOST_ROWS
+from plait.ops.registry import REGISTRY
 from tests.families.every import read_model
 from tests.families.parity import CPU, LONGEST, Session, resolved
 from tests.kernels.triton.test_whole_models import differ, run_steps
@@ -85,6 +86,18 @@ def test_folded_norms_give_the_logits_of_norms_apart(name: str, tmp_path: Path) 
     apart, found = build(name, tmp_path, no_fuse=FOLDS)
     assert not found
     assert differ(run_steps(folded), run_steps(apart)) < 1e-5
+
+
+def test_experts_of_which_the_own_kernel_is_wrong_end_no_branch(tmp_path: Path) -> None:
+    """Their weights are then laid out for other kernels."""
+    tried = {f"{name}/triton/any/float32": "" for name, one in REGISTRY.items() if one.variants}
+    for why, count in (("", 2), ("it is off", 0)):
+        chip = replace(CHIP, trials={**tried, "experts/triton/any/float32": why})
+        model, found = build("olmoe", tmp_path, chip=chip)
+        assert found["add_experts"] == count
+        assert found["norm_route"] == 3
+    apart, _ = build("olmoe", tmp_path, no_fuse=FOLDS)
+    assert differ(run_steps(model), run_steps(apart)) < 1e-5
 
 
 def test_a_step_of_more_rows_has_the_bits_of_norms_apart(tmp_path: Path) -> None:
