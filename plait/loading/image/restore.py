@@ -47,13 +47,13 @@ def map_weights(files: Sequence[FilePart]) -> list[Bytes]:
     found = []
     for file in files:
         path = Path(file.path)
+        mapped = map_in_large_pages(path) if path.suffix == SUFFIX else map_file(path)
         try:
-            status = path.stat()
+            status = path.stat()  # behind the mapping, so that what came before that is seen
         except OSError as error:
             raise BadFile(f"{path} cannot be read ({error.strerror})") from error
         if (status.st_size, status.st_mtime_ns) != (file.nbytes, file.changed_ns):
             raise BadFile(f"{path} has changed")
-        mapped = map_in_large_pages(path) if path.suffix == SUFFIX else map_file(path)
         found.append(np.frombuffer(mapped, np.uint8))
     return found
 

@@ -235,7 +235,7 @@ def test_head_of_which_the_packed_weights_are_gone_is_refused_with_one_line(
         shutil.move(away, smallest)
     (line,) = caplog.messages
     assert "the startup image is not used" in line
-    assert "cannot be read" in line
+    assert "cannot be opened" in line
 
 
 def test_another_number_of_draft_tokens_has_another_image(

@@ -194,7 +194,7 @@ def without_weights(path: Path) -> None:
         (with_key(threads=99), "of another model or of other options"),
         (with_key(machine=["another-processor"]), "of another model or of other options"),
         (with_key(code=["0.0.1", "another version"]), "of another model or of other options"),
-        (without_weights, "cannot be read"),
+        (without_weights, "cannot be opened"),
     ],
 )
 def test_what_cannot_be_trusted_is_ignored_with_one_line(
