@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -110,7 +111,8 @@ def write_findings(
     for path in places(files, bound_to, cache_dir):
         try:
             make_folder(path.parent)
-            part = path.with_name(f".{path.name}.part")
+            # A name of its own: another process may probe the same model.
+            part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
             try:
                 part.write_text(json.dumps(record, indent=2) + "\n", "utf-8")
                 part.replace(path)

@@ -226,3 +226,25 @@ def test_what_is_written_is_what_is_read(model: Path) -> None:
     keep(model, found)
     bare = opened(model)
     assert read_findings(bare.files, bare.checkpoint, bare.config.cache_dir) == found
+
+
+def test_two_processes_that_probe_a_model_at_once_leave_what_one_found(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = replace(FOUND, values={"head_dim": 64, "rope_theta": 1e4}, loss=3.25)
+    first = iter([True])
+
+    def write(path: Path, text: str, encoding: str) -> None:
+        """As the library's, but another process writes all of its own in the middle."""
+        with path.open("w", encoding=encoding) as file:
+            file.write(text[:100])
+            file.flush()
+            if next(first, False):
+                assert keep(model, other) == model / "plait.json"
+            file.write(text[100:])
+
+    monkeypatch.setattr(Path, "write_text", write)
+    assert keep(model) == model / "plait.json"
+    bare = opened(model)
+    assert read_findings(bare.files, bare.checkpoint, None) == FOUND
+    assert sorted(path.name for path in model.iterdir()) == ["model.safetensors", "plait.json"]
