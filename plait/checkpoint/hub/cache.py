@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any, Literal
 
 from plait.checkpoint.hub.client import HubName, cache_folder, library, name_files, quantizations, repo_folder
@@ -119,7 +121,17 @@ def _leftover(path: Path) -> CachedModel:
 
 
 def _partial_bytes(repo: Path) -> int:
-    return sum(p.stat().st_size for p in (repo / "blobs").glob("*.incomplete"))
+    return _count_bytes((repo / "blobs").glob("*.incomplete"))
+
+
+def _count_bytes(paths: Iterable[Path]) -> int:
+    """Of regular files. One that is gone meanwhile has none: a fetch that ends gives it another name."""
+    found = 0
+    for path in paths:
+        with suppress(OSError):
+            status = path.lstat()
+            found += status.st_size if S_ISREG(status.st_mode) else 0
+    return found
 
 
 def _kind(names: Iterable[str]) -> Literal["safetensors", "gguf"] | None:
@@ -137,7 +149,7 @@ def _is_meant(revision: Any, wanted: str | None) -> bool:
 
 def _whole(name: HubName, folder: Path) -> Removal:
     """Everything under a repository's folder, which nothing outside it uses, and its lock files."""
-    nbytes = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file() and not p.is_symlink())
+    nbytes = _count_bytes(folder.rglob("*"))
 
     def execute() -> None:
         shutil.rmtree(folder)

@@ -301,6 +301,26 @@ def test_what_is_here_is_listed_by_revision(hub: FakeHub) -> None:
     assert {m.files["model.safetensors"] for m in models[1:]} == {len(tensors(3000)), len(tensors(4000))}
 
 
+def test_models_are_listed_while_a_fetch_ends(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that was partial gets its name between two looks at the folder."""
+    hub.repos["org/m"].commit({"model.safetensors": tensors()})
+    hub.repos["org/m2"] = Repo()
+    hub.repos["org/m2"].commit({"model.safetensors": tensors(500)})
+    blobs = find_model("org/m").weights[0].resolve().parent
+    find_model("org/m2")
+    plain = Path.glob
+
+    def glob(path: Path, pattern: str) -> list[Path]:
+        found = list(plain(path, pattern))
+        for one in found if pattern == "*.incomplete" else ():
+            one.replace(one.with_suffix(""))
+        return found
+
+    monkeypatch.setattr(Path, "glob", glob)
+    (blobs / "00.incomplete").write_bytes(b"rest")
+    assert [(model.repo, model.unfinished) for model in cached_models()] == [("org/m", 0), ("org/m2", 0)]
+
+
 def test_removing_a_revision_leaves_what_another_shares(hub: FakeHub, tmp_path: Path) -> None:
     repo = hub.repos["org/m"]
     shared = {**SMALL, "tokenizer.json": b"[" + b" " * 5000 + b"]"}
