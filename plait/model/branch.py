@@ -226,13 +226,14 @@ def read_ends(mixer: object) -> LinearEnds:
 def fold_norm(before: Ends, after: Ends) -> Fold | None:
     """The fold between two branches; None where the norm stays a launch of its own."""
     norm, target = after.norm, after.weights.target
-    if target.platform != "cuda" or target.adapters or target.comm.rank.size > 1:
+    # On "meta" nothing is folded either; but what is bound there is what a GPU tries before it binds it.
+    if target.platform not in ("cuda", "meta") or target.adapters or target.comm.rank.size > 1:
         return None
     if norm is None or not norm.is_plain:
         return None
     known = len(target.bound)
     add = _bind_last(before.linear.last, before.weights)
-    multiply = _bind_first(after.linear, after.weights) if add else None
+    multiply = _bind_first(after.linear, after.weights)
     if add is None or multiply is None:
         del target.bound[known:]  # what was bound is not used after all
         return None
@@ -245,10 +246,12 @@ def _bind_last(last: Linear | ExpertsLast | None, w: Weights) -> Bound | None:
     if isinstance(last, Linear):
         add = _bind_kernel(add_linear, w, layer=last, stored=last.storages, hidden=hidden)
         return add and (lambda h, x, scale, weight: add(h, last, x, scale, weight))
-    if not isinstance(last, ExpertsLast) or not isinstance(last.up, ExpertStack):
-        return None  # experts are no stacks where a trial found their own kernel wrong
+    if not isinstance(last, ExpertsLast):
+        return None
     run = _bind_kernel(add_experts, w, **last.sizes, hidden=hidden)
-    return run and (lambda chosen, x, scale, weight: run(*last.join(chosen), x, scale, weight))
+    if run is None or not isinstance(last.up, ExpertStack):
+        return None  # experts are no stacks where a trial found their own kernel wrong
+    return lambda chosen, x, scale, weight: run(*last.join(chosen), x, scale, weight)
 
 
 def _bind_first(ends: LinearEnds, w: Weights) -> Bound | None:
@@ -262,11 +265,11 @@ def _bind_first(ends: LinearEnds, w: Weights) -> Bound | None:
         join = _bind_kernel(norm_glu, w, **sizes, kind=kind)
         return join and (lambda rows, squares, eps: join(rows, squares, layer, eps, kind))
     multiply = _bind_kernel(norm_linear, w, **sizes)
-    if multiply is None or not isinstance(first, RouterFirst):
+    if not isinstance(first, RouterFirst):
         return multiply and (lambda rows, squares, eps: multiply(rows, squares, layer, eps))
     scored = {"num_experts": layer.n_out, "top_k": first.top_k, "router": first.router}
     choose = _bind_kernel(norm_route, w, **scored)
-    if choose is None:
+    if multiply is None or choose is None:
         return None
 
     def route(rows: Tensor, squares: Tensor, eps: float) -> Routed:

@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 
 from plait.checkpoint.weights import Target, Weights
 from plait.kernels.load import load_for_gpu
+from plait.loading.meta.meta_model import list_ops
 from plait.model.decoder import Decoder
 from plait.ops.chip import EXAMPLES
 from plait.ops.folded_norm import MOST_ROWS
@@ -59,6 +60,9 @@ def build(name: str, folder: Path, **options: object) -> tuple[Decoder, Counter[
 )
 def test_which_norms_are_folded(name: str, expected: dict[str, int], tmp_path: Path) -> None:
     assert build(name, tmp_path)[1] == expected
+    config, checkpoint = read_model(name, tmp_path / "again")
+    announced = list_ops(resolved(checkpoint, config), checkpoint)
+    assert not expected.keys() - announced.keys(), "a GPU binds no kernel that it has not tried"
 
 
 @pytest.mark.parametrize(
