@@ -3,8 +3,8 @@
     make test SAMPLE=all TESTS="--durations=0 --durations-min=0.05" > log
     python tools/list_costly_tests.py log
 
-Tests of whole servers, of the logits of families, and of rules for all of the source are not listed: each
-commit runs them.
+Tests of whole servers, of the logits of families, and of rules for all of the source are not listed, nor is
+the one that finds kernels which no GPU would try: each commit runs them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 SECONDS = 1.0  # of three workers on two cores: half as many of a core
-KEPT = re.compile(r"tests/(e2e|contract)/|tests/families/.*logits|tests/test_(checks|typed_values)\.py")
+KEPT = re.compile(
+    r"tests/(e2e|contract)/|tests/families/.*logits|tests/test_(checks|typed_values)\.py"
+    r"|tests/loading/test_pretended_gpu\.py"
+)
 LINE = re.compile(r"\s*([\d.]+)s call\s+(tests/\S+?::[\w:]+)")
 COMMENT = """\
 # Tests that took more than half a second of a core without AVX-512, but for those of whole servers and of the

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from plait.kernels.triton.dependent_launch import await_previous
 from plait.kernels.triton.forms import KernelForm, with_float16, with_float32
-from plait.kernels.triton.pointwise.norm import EACH, NAME, WIDE, why_too_wide
+from plait.kernels.triton.pointwise.norm import NAME, WIDE, tile_row, why_too_wide
 from plait.ops.launch import launch
 from plait.ops.norm import norm_add, norm_add_norm
 
@@ -41,11 +41,6 @@ def join_norms(
         tl.store(out + row * N + c, h.to(out.dtype.element_ty), mask=there)
 
 
-def _constants(width: int) -> dict[str, int]:
-    block = triton.next_power_of_2(width)
-    return {"N": width, "BLOCK": block, "num_warps": min(max(block // (32 * EACH), 1), 32)}
-
-
 def _launch(
     x: Tensor, delta: Tensor, before: tuple[Tensor, float], after: tuple[Tensor, float] | None
 ) -> tuple[Tensor, Tensor]:
@@ -56,7 +51,7 @@ def _launch(
     weight, eps = after or before
     launch(
         join_norms, (len(x),), x, delta, before[0], weight, total, out, x.stride(0), delta.stride(0),
-        before[1], eps, **_constants(x.shape[1]), AGAIN=after is not None,
+        before[1], eps, **tile_row(x.shape[1]), AGAIN=after is not None,
     )  # fmt: skip
     return total, out
 
@@ -86,7 +81,7 @@ TYPES = {
 def forms() -> Iterator[KernelForm]:
     """Rows of Gemma 3 (4B and 27B) and OLMo 2 (7B), and the widest ones."""
     for width, is_again in ((2560, True), (5376, True), (16384, True), (4096, False)):
-        constants = _constants(width) | {"AGAIN": is_again}
+        constants = tile_row(width) | {"AGAIN": is_again}
         warps = constants.pop("num_warps")
         words = f"join_norms, {width}" + ("" if is_again else ", of the branch alone")
         yield KernelForm(words, join_norms, TYPES, constants, warps, demands=WIDE)

@@ -106,9 +106,13 @@ def _launch_norm(
 
 
 def _constants(width: int, groups: int, per_outer: int) -> dict[str, int]:
+    return {**tile_row(width), "GROUPS": groups, "PER_OUTER": per_outer}
+
+
+def tile_row(width: int) -> dict[str, int]:
+    """A program of so many numbers: those that are there, those of its tile, and its warps."""
     block = triton.next_power_of_2(width)
-    warps = min(max(block // (32 * EACH), 1), 32)
-    return {"N": width, "BLOCK": block, "GROUPS": groups, "PER_OUTER": per_outer, "num_warps": warps}
+    return {"N": width, "BLOCK": block, "num_warps": min(max(block // (32 * EACH), 1), 32)}
 
 
 def why_too_wide(facts: OpFacts) -> str | None:
