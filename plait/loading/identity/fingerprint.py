@@ -53,25 +53,34 @@ class OpenedModel(AdaptableModel, Protocol):
 
 def fingerprint(opened: OpenedModel, target: Target) -> Fingerprint:
     """Of a model that is loaded for `target`. Raises BadFile for files that cannot be read any more."""
-    model = digest_model(opened)
-    weights = _hash([_identify(path) for path in opened.files.weights])
-    return Fingerprint(model, f"fp_{_hash((model, *_describe_arithmetic(opened, target)))}", weights)
+    weights = _identify_weights(opened)
+    model = _digest(opened, weights)
+    arithmetic = _hash((model, *_describe_arithmetic(opened, target)))
+    return Fingerprint(model, f"fp_{arithmetic}", _hash(weights))
 
 
 def digest_model(opened: OpenedModel) -> str:
     """A hash of a model's files, and of the options that change text. Raises BadFile, also for files that
     were replaced since they were opened: what is named by the hash would be of other weights.
     """
-    found = _hash(_describe_model(opened))
+    return _digest(opened, _identify_weights(opened))
+
+
+def _digest(opened: OpenedModel, weights: Sequence[tuple[int, str]]) -> str:
+    found = _hash(_describe_model(opened, weights))
     opened.files.check_unchanged()
     return found
 
 
-def _describe_model(opened: OpenedModel) -> tuple[object, ...]:
-    """Files, and options that change text."""
+def _identify_weights(opened: OpenedModel) -> list[tuple[int, str]]:
+    return [_identify(path) for path in opened.files.weights]
+
+
+def _describe_model(opened: OpenedModel, weights: Sequence[tuple[int, str]]) -> tuple[object, ...]:
+    """Files, and options that change text. weights: what `_identify_weights` gives."""
     files, resolved, config, metadata = opened.files, opened.resolved, opened.config, opened.metadata or {}
     return (
-        [_identify(path) for path in files.weights],
+        weights,
         [(name, _identify_text(path)) for name, path in list_texts(files)],
         repr((resolved.spec, sorted(resolved.config.items()))),
         sorted((key, value) for key, value in metadata.items() if isinstance(value, str | int | float)),
